@@ -45,6 +45,27 @@ def test_log_dir_and_colour(launch):
     assert not (launch.directory / "runs").exists()
 
 
+STRANGERS = "worker:0, worker:1 ended without having met the other tasks of the cluster"
+
+
+@pytest.mark.parametrize(
+    ("workers", "script", "warned"),
+    [
+        (2, "", True),
+        # A program that meets, without TensorFlow.
+        (2, "from tfdist.cluster import preflight, resolvers\n"
+            "preflight.check(resolvers.resolve())", False),
+        (1, "", False),
+    ],
+)  # fmt: skip
+def test_tasks_that_end_without_having_met_are_named(workers, script, warned, launch):
+    code, _, err = launch.run("--workers", str(workers), script=script)
+    assert code == 0
+    assert "all tasks done" in err
+    assert (STRANGERS in err) == warned
+    assert ("without having met" in err) == warned
+
+
 def test_only_the_chief_is_shown(launch):
     code, out, _ = launch.run(
         "--workers", "2", "--show", "chief", "--no-prefix", script="print(me)"

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -136,6 +137,25 @@ def test_hung_worker_is_blamed_not_its_waiting_peers(launch):
     assert code == 0, err
     assert "ROOT CAUSE: worker:1" in err
     assert "it is stopped" in err
+
+
+@pytest.mark.parametrize("stopped", ["worker:0", "worker:1"])
+def test_stopped_task_is_blamed_not_the_peer_that_lost_it(stopped, launch):
+    """A shell runs the program, so the launcher's child itself is not stopped."""
+    script = (
+        f"if me == '{stopped}':\n    ready()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        f"while not os.path.exists('{stopped}.ready'): time.sleep(0.01)\nlose_peers()"
+    )
+    code, _, err = launch.run(
+        "--workers",
+        "2",
+        script=script,
+        command=("bash", "-c", f"{sys.executable} task.py; exit $?"),
+    )
+    victim = "worker:1" if stopped == "worker:0" else "worker:0"
+    assert code == 1
+    assert f"ROOT CAUSE: {stopped} was stopped while {victim} needed it" in err
+    assert f"  {victim} failed with exit code 1" in err
 
 
 # Python reads this before anything else, in the launcher and in all tasks.

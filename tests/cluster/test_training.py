@@ -187,6 +187,9 @@ MISTAKES = {
     "other_steps_per_execution": (
         "worker:1 differs from worker:0 in steps_per_execution: 2 against 1"
     ),
+    "outside_of_the_scope": (
+        "each of 2 processes would train it alone, on all examples.*OneDeviceStrategy"
+    ),
     "shards": "worker:1 differs from worker:0 in length of the training data: 2 against 3",
     "shards_without_length": BATCHES,
     "shorter_generator": "waited too long for worker:",

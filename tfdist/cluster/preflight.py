@@ -36,6 +36,7 @@ from tfdist.cluster.handshake import (
 )
 from tfdist.cluster.meeting import TaskServer, Wait, connect, for_each
 from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.runtime.launch_protocol import note_met
 
 logger = logging.getLogger("tfdist")
 
@@ -151,6 +152,7 @@ class _Barrier:
         logger.info(
             "preflight: all %d tasks met after %.1f s", len(self.peers) + 1, self.wait.elapsed
         )
+        note_met()
 
     def answer(self, hello: Mapping[str, Any], host: str) -> dict[str, Any]:
         """Return the reply to another process's hello message."""

@@ -24,6 +24,8 @@ from keras.src.losses import (
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.eager import context as _context
 
+from tfdist.keras_compat import scopes
+
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
 MODEL_HOOKS = (
@@ -86,6 +88,7 @@ def install() -> None:
         _hook_loss(name)
     _hook_mean()
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
+    scopes.keep_in_clear_session()
 
 
 def runtime_initialized() -> bool:
@@ -181,6 +184,8 @@ def _wrap_step_function(model: keras.Model, name: str) -> None:
     """
     function = getattr(model, name)
     holder = holder_of(getattr(model, "optimizer", None), model.trainable_weights)
+    if holder is None and name == "train_function":
+        scopes.check_training(model)
     if holder is not None and not hasattr(function, "tfdist_wrapped"):
         wrapped = holder.wrap_without_scope(model, function, name == "train_function")
         wrapped.tfdist_wrapped = True
@@ -256,6 +261,7 @@ def _hook_apply(cls: Any) -> None:
             return holder.update(self, keras_apply, list(grads), trainable_variables)
         if engine is None or tf.distribute.in_cross_replica_context() or in_local_update():
             return keras_apply(self, grads, trainable_variables)
+        scopes.check_weights(trainable_variables)
         return engine.apply(self, keras_apply, grads, trainable_variables)
 
     cls.apply = apply

@@ -99,6 +99,8 @@ class Ending:
         log: Tail of its log.
         log_path: Path of the log.
         hang: Reason why the task counts as hung, or None if it does not.
+        stopped: Whether the kernel had stopped the task (SIGSTOP, a debugger) when the launcher saw
+            the first failure. Default False.
     """
 
     task: str
@@ -109,6 +111,7 @@ class Ending:
     log: str = ""
     log_path: str = ""
     hang: str | None = None
+    stopped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +175,7 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
     own_failures = [failure for failure in failures if failure.kind in _OWN_FAILURES]
     preempted = [failure for failure in failures if failure.kind is Kind.PREEMPTED]
     cause = (own_failures or preempted or [_silent_cause(endings, failures) or failures[0]])[0]
-    others = tuple(failure for failure in failures if failure is not cause)
+    others = tuple(failure for failure in failures if failure.task != cause.task)
     if isolated and _NO_NETWORK.search(f"{cause.message}\n{cause.traceback}"):
         cause = dataclasses.replace(cause, hint=_CUT_OFF)
     return Verdict(
@@ -304,6 +307,19 @@ def last_stacks(log: str) -> str:
 def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Failure | None:
     """Return the task that the victims lost when no task died or failed by itself."""
     first = victims[0]
+    # A stopped task reports nothing, and the errors of its peers need not name it: if it is the
+    # chief, TensorFlow's coordination service has stopped with it.
+    frozen = next((ending for ending in endings if ending.stopped), None)
+    if frozen is not None:
+        return Failure(
+            task=frozen.task,
+            kind=Kind.UNRESPONSIVE,
+            code=first.code,
+            time=first.time,
+            how=f"was stopped while {first.task} needed it; the launcher killed it",
+            hint="SIGSTOP, a suspended job or a debugger",
+            log_path=frozen.log_path,
+        )
     # No task needs the evaluator. The times cannot decide: a process closes its sockets, and its
     # peers notice, up to two seconds before it has exited.
     group = [ending for ending in endings if not ending.task.startswith("evaluator")]

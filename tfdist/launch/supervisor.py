@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch.failure_report import format_verdict, short_path
 from tfdist.launch.failures import Kind, judge, signal_name
 from tfdist.launch.fault_injection import Chaos
@@ -20,9 +21,9 @@ from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import Role, TaskPlan
-from tfdist.launch.task_process import Process, position_of
+from tfdist.launch.task_process import Process, position_of, stopped_groups
 from tfdist.runtime.guardian import Guardian
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, note, read_journal
+from tfdist.runtime.launch_protocol import MET, PREEMPTED_CODE, Phase, note, read_journal
 
 POLL_S = 0.05
 REAP_POLL_S = 0.01  # after SIGKILL
@@ -184,6 +185,7 @@ class Supervisor:
         )
         verdict = judge([process.ending() for process in group], self._isolated)
         if verdict is None:
+            self._warn_of_strangers(group)
             return None, codes
         positions = [position for heartbeat in heartbeats if (position := position_of(heartbeat))]
         running = any(heartbeat.phase == Phase.RUNNING for heartbeat in heartbeats)
@@ -205,6 +207,32 @@ class Supervisor:
         saved_note = "; the training is saved, and the same command resumes it" if saved else ""
         self._console.notice(f"tfdist: ended by {name} after {seconds:.1f} s{saved_note}")
         return PREEMPTED_CODE if saved else 128 + self._signals[0]
+
+    def _warn_of_strangers(self, group: Sequence[Process]) -> None:
+        """Show which tasks of a cluster have ended well, but have never met the others."""
+        met: set[str] = set()
+        for line in read_journal(self._log_dir):
+            if line["event"] == "attempt":
+                met.clear()
+            elif line["event"] == MET:
+                met.add(line["task"])
+        strangers = [
+            process.plan.name
+            for process in group
+            if process.code == 0
+            and process.plan.role is Role.TRAINS
+            and process.plan.name not in met
+            and len(ClusterSpec.from_tf_config(process.plan.environ["TF_CONFIG"]).listening_tasks)
+            > 1
+        ]
+        if strangers:
+            self._console.notice(
+                f"tfdist: {', '.join(strangers)} ended without having met the other tasks of the "
+                "cluster, because the program did not call tfdist.make_strategy(). Unless it "
+                "connects the tasks by itself (TF_CONFIG), each has done the whole work alone, and "
+                "all have written the same files. Call tfdist.make_strategy() first and make the "
+                "model in its scope, or launch a single task."
+            )
 
     def _start(self, plan: TaskPlan) -> Process:
         return Process(plan, self._console, self._guardian, self._take_standby)
@@ -259,6 +287,9 @@ class Supervisor:
         if failed() and not ordered():
             first = next((process for process in group if process.failed or process.hang), None)
             note(self._log_dir, "detected", task=first and first.plan.name)
+            stopped = stopped_groups()
+            for process in group:
+                process.stopped = not process.ended and process.pid in stopped
             if any(process.hang for process in group):
                 self._stacks(group)
             else:
@@ -337,7 +368,8 @@ class Supervisor:
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
         """Find the hung task among those that wait for each other."""
-        stopped = [process for process in silent if process.state == "T"]
+        groups = stopped_groups()
+        stopped = [process for process in silent if process.pid in groups]
         self._stacks([process for process in silent if process not in stopped])
         # In a collective the main thread is inside TensorFlow, but not in a task that hangs in user
         # code.

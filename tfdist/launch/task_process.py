@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import signal
@@ -46,6 +47,7 @@ class Process:
         self._had_error = False  # whether the error file existed when it was told to end
         self._time: float | None = None
         self.hang: str | None = None  # description, once it counts as hung
+        self.stopped = False  # whether the kernel had stopped it when the attempt failed
         traces = (plan.error_path, plan.progress_path, plan.environ.get(IMPORTS_FILE))
         for path in filter(None, traces):  # left by an earlier launch into the same directory
             with contextlib.suppress(FileNotFoundError):
@@ -173,6 +175,7 @@ class Process:
             log=self.log_tail(),
             log_path=self.plan.log_path,
             hang=self.hang,
+            stopped=self.stopped,
         )
 
     def log_tail(self) -> str:
@@ -184,6 +187,22 @@ class Process:
                 return file.read().decode("utf-8", "replace")
         except OSError:  # it was removed
             return ""
+
+
+def stopped_groups() -> set[int]:
+    """Return the ids of the process groups in which the kernel has stopped a process.
+
+    A task is a group, as its command may be a shell that waits for the stopped program. The states
+    are "T", by a signal, and "t", by a debugger.
+    """
+    groups = set()
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            with open(path, encoding="ascii", errors="replace") as file:
+                state, _, group, *_ = file.read().rpartition(")")[2].split()
+            if state in "Tt":
+                groups.add(int(group))
+    return groups
 
 
 def position_of(heartbeat: HeartbeatRecord | None) -> tuple[int, int] | None:

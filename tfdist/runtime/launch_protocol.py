@@ -38,6 +38,7 @@ THREAD_VARIABLES = (
 )  # thread pool sizes of a task
 
 JOURNAL = "events.jsonl"  # in the log directory
+MET = "met"  # event of a task in the journal
 RESULT = "result.tfdist"  # in the log directory of a launch with a fault plan
 
 
@@ -209,6 +210,15 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
             os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
+
+
+def note_met() -> None:
+    """Tell the launcher that this process has met the other tasks of its cluster, or serves them.
+
+    The launcher warns of tasks that end well without it.
+    """
+    launched = Launched.from_environ()
+    note(launched.log_dir, MET, task=launched.task, attempt=launched.attempt)
 
 
 def read_journal(log_dir: str) -> list[dict[str, Any]]:

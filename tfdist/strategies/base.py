@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tfdist import keras_compat
+from tfdist.keras_compat import scopes
 from tfdist.parallel.placement import Placement
 from tfdist.sync import Policy
 from tfdist.train.synchronous.engine import Engine
@@ -19,6 +20,11 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
     """
 
     tfdist_engine: Engine
+
+    def scope(self):
+        """See `tf.distribute.Strategy`; tfdist notes that models can now be made in it."""
+        scopes.enter(self)
+        return super().scope()
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; Keras' methods get tfdist's own input batches.
@@ -83,4 +89,6 @@ def attach_engine(
         sync,
         communication,
     )
+    if placement.replicas > 1:
+        scopes.watch(strategy, placement.workers)
     return strategy

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfdist import keras_compat
 from tfdist.cluster.spec import ClusterSpec
+from tfdist.keras_compat import scopes
 from tfdist.keras_compat import servers as server_compat
 from tfdist.strategies.server import addresses, wait_for
 from tfdist.train.parameter_server.coordinator import Coordinator
@@ -19,6 +20,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """Version of `tf.distribute.ParameterServerStrategy` that trains by tfdist's engine."""
 
     tfdist_engine: Coordinator
+
+    def scope(self):
+        """See `tf.distribute.Strategy`; tfdist notes that models can now be made in it."""
+        scopes.enter(self)
+        return super().scope()
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; Keras' methods get tfdist's own batch stream.
@@ -66,4 +72,5 @@ def coordinate(
         )
     server_compat.update_in_place(strategy)
     Coordinator(strategy, Pool(strategy, workers, servers, timeout), _CHIEF, reading)
+    scopes.watch(strategy)
     return strategy

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.cluster.addresses import Presence, UnresolvedAddress, answers
 from tfdist.cluster.preflight import PeersAbsent
 from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.runtime.launch_protocol import note_met
 
 log = logging.getLogger("tfdist")
 
@@ -66,6 +67,7 @@ def serve(
             tf.train.ClusterSpec(addresses(cluster)), task.type, task.index, "grpc", _settings(task)
         )
     )
+    note_met()
     log.info("%s serves at %s, until the chief at %s ends", task, task.address, chief.address)
     try:
         log.info(
@@ -137,6 +139,7 @@ def wait_for(tasks: list[Task], seconds: float) -> None:
             last_warning = time.monotonic()
             log.warning("chief waits for %s", names)
         time.sleep(0.2)
+    note_met()
 
 
 def addresses(cluster: ClusterSpec) -> dict[str, list[str]]:

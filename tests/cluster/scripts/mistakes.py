@@ -5,12 +5,14 @@ The command is `mistakes.py OUT MISTAKE [MISTAKE ...]`.
 The error of each goes to the file OUT, but that of the last ends the process.
 """
 
+import contextlib
 import json
 import pathlib
 import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
@@ -85,6 +87,15 @@ def other_model(strategy, rank):
         )
         model.compile("sgd", CROSSENTROPY)
     model.fit(dataset(*data()), verbose=0)
+
+
+def outside_of_the_scope(strategy, rank):
+    """Train alone on purpose, in another strategy's scope, and then by mistake."""
+    for scope in (tf.distribute.OneDeviceStrategy("/cpu:0").scope(), contextlib.nullcontext()):
+        with scope:
+            model = mlp()
+            model.compile("sgd", CROSSENTROPY)
+        model.fit(dataset(*data()), verbose=0)
 
 
 def train(strategy, batches, change=lambda model: None, **kwargs):

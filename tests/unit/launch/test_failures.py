@@ -119,6 +119,44 @@ def test_a_frozen_task_is_named_by_its_peers():
     assert verdict.stopped == ()
 
 
+@pytest.mark.parametrize("stopped", ["worker:0", "worker:1"])
+def test_stopped_task_is_blamed_not_the_peer_whose_error_names_no_task(stopped):
+    """Where the chief is stopped, so is TensorFlow's coordination service."""
+    other = "worker:1" if stopped == "worker:0" else "worker:0"
+    message = "Collective ops is aborted by: Deadline Exceeded"
+    deadline = error("DeadlineExceededError", message, 5.0)
+    verdict = judge(
+        [
+            Ending(other, 1, 5.2, error=deadline),
+            Ending(stopped, -9, 8.5, signalled=8.0, stopped=True),
+        ]
+    )
+    assert (verdict.cause.task, verdict.cause.kind) == (stopped, Kind.UNRESPONSIVE)
+    assert verdict.cause.how == f"was stopped while {other} needed it; the launcher killed it"
+    assert [(failure.task, failure.kind) for failure in verdict.others] == [
+        (other, Kind.LOST_PEERS)
+    ]
+    assert verdict.stopped == ()
+
+
+def test_an_error_of_a_tasks_own_is_the_cause_although_another_is_stopped():
+    endings = [
+        Ending("worker:0", -9, 8.5, signalled=8.0, stopped=True),
+        Ending("worker:1", 1, 5.2, error=error("KeyError", "'x'", 5.0)),
+    ]
+    assert judge(endings).cause.task == "worker:1"
+
+
+def test_stopped_task_that_went_on_is_listed_once():
+    endings = [
+        Ending("worker:0", 1, 8.0, error=error("AbortedError", "", 7.0), stopped=True),
+        victim("worker:1", 5.0),
+    ]
+    verdict = judge(endings)
+    assert verdict.cause.task == "worker:0"
+    assert [failure.task for failure in verdict.others] == ["worker:1"]
+
+
 def test_first_victim_is_shown_when_there_is_no_cause():
     verdict = judge(
         [

@@ -189,6 +189,8 @@ class PipelineModel(keras.Model):
     Regularization losses of weights count once.
     """
 
+    tfdist_distributed = True  # outside of a strategy's scope, too (`keras_compat.scopes`)
+
     def __init__(self, inner: keras.Model, plan: Plan):
         super().__init__(name=f"{inner.name}_pipeline", dtype=inner.dtype_policy, autocast=False)
         self.inner = inner
