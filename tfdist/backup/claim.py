@@ -12,10 +12,12 @@ import os
 import socket
 import time
 import uuid
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
@@ -66,6 +68,7 @@ def claim(directory: str, launch: str, attempt: int) -> str:
         "pid": os.getpid(),
         "time": time.time(),
     }
+    facts["crc32"] = _checksum(facts)
     path = os.path.join(directory, NAME)
     part = f"{path}.{token}.part"
     try:
@@ -86,16 +89,23 @@ def claim(directory: str, launch: str, attempt: int) -> str:
 def holder(directory: str) -> Mapping[str, Any] | None:
     """Return the claim of the current writer, or None.
 
-    It is None if no process has claimed the directory, or if the file there is not a claim.
+    It is None if no process has claimed the directory, or if the file there is no claim, or
+    damaged.
     """
     try:
-        with tf.io.gfile.GFile(os.path.join(directory, NAME)) as file:
+        with tf.io.gfile.GFile(os.path.join(directory, NAME), "rb") as file:
             owner = json.loads(file.read())
-        return (
-            owner if {"launch", "attempt", "token", "host", "pid", "time"} <= owner.keys() else None
-        )
-    except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError, ValueError, AttributeError):
+    except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
         return None
+    except (ValueError, RecursionError):
+        owner = None
+    if isinstance(owner, dict) and owner.pop("crc32", None) == _checksum(owner):
+        return owner
+    logging.warning(
+        "%s: damaged: it does not say any more which process is the writer.",
+        os.path.join(directory, NAME),
+    )
+    return None
 
 
 def check(directory: str, token: str) -> None:
@@ -107,8 +117,8 @@ def check(directory: str, token: str) -> None:
     owner = holder(directory)
     if owner is None:
         raise Superseded(
-            f"{directory}: this process is no longer its writer, because {NAME} was removed. Only "
-            "one training may use a directory."
+            f"{directory}: this process is no longer its writer, because {NAME} was removed or "
+            "damaged. Only one training may use a directory."
         )
     if owner["token"] != token:
         raise Superseded(
@@ -116,6 +126,10 @@ def check(directory: str, token: str) -> None:
             f"{_describe(owner)}. Only one training may use a directory: end this process, or "
             "name another backup_dir."
         )
+
+
+def _checksum(facts: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
 
 
 def _describe(owner: Mapping[str, Any]) -> str:

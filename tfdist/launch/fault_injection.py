@@ -50,7 +50,7 @@ class Chaos:
         for line in journal:
             if (
                 line["event"] == fault_plan.EVENT
-                and line.get("seconds") is not None
+                and None not in (line.get("pid"), line.get("seconds"))
                 and line["number"] not in self._stopped
             ):
                 self._stopped[line["number"]] = line["pid"], now + line["seconds"]

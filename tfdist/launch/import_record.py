@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 ROOTS = ("tensorflow", "keras", "tensorflow_datasets")  # recorded, as all of tfdist
 # Variables that these modules and their libraries may read at import time.
@@ -76,13 +77,23 @@ def read_imports(path: str) -> Imports:
     """Return a task's record so far; empty before it imports TensorFlow or Keras."""
     modules: dict[str, None] = {}
     environ: Mapping[str, str | None] | None = None
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         for text in file:
-            with contextlib.suppress(ValueError):  # a line that is being written
+            # A line that is being written, or is damaged: only the standby processes need it.
+            with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                modules[line["module"]] = None
-                environ = line.get("environ", environ)
+                if _is_record(line):
+                    modules[line["module"]] = None
+                    environ = line.get("environ", environ)
     return Imports() if environ is None else Imports(_importable(modules), environ)
+
+
+def _is_record(line: Any) -> bool:
+    """Return whether a line is one of `ImportRecorder`."""
+    if not isinstance(line, dict) or not isinstance(line.get("module"), str):
+        return False
+    environ = line.get("environ", {})
+    return isinstance(environ, dict) and all(isinstance(v, str | None) for v in environ.values())
 
 
 def _importable(modules: Iterable[str]) -> tuple[str, ...]:

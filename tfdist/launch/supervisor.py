@@ -190,7 +190,7 @@ class Supervisor:
         positions = [position for heartbeat in heartbeats if (position := position_of(heartbeat))]
         running = any(heartbeat.phase == Phase.RUNNING for heartbeat in heartbeats)
         stepped = running or any(
-            line["event"] == "stepping" and line["attempt"] == number
+            line["event"] == "stepping" and line.get("attempt") == number
             for line in read_journal(self._log_dir)
         )
         return Failed(verdict, stepped, max(positions, default=None)), codes
@@ -502,7 +502,7 @@ class Supervisor:
         return (
             last is None
             or last["event"] == "saved"
-            or last["task"] not in {process.plan.name for process in living}
+            or last.get("task") not in {process.plan.name for process in living}
         )
 
     def _all_blocked(self, group: list[Process]) -> bool:

@@ -216,8 +216,13 @@ def position_of(heartbeat: HeartbeatRecord | None) -> tuple[int, int] | None:
 
 
 def _read_error(path: str) -> Mapping | None:
+    """Return the exception that a task wrote; None if there is none, or if the file is damaged."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
+        with open(path, "rb") as file:
+            record = json.load(file)
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(record, dict) or not isinstance(record.get("time"), int | float):
+        return None
+    words = (record.get(name) for name in ("type", "message", "traceback"))
+    return record if all(isinstance(word, str) for word in words) else None

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -40,6 +41,28 @@ THREAD_VARIABLES = (
 JOURNAL = "events.jsonl"  # in the log directory
 MET = "met"  # event of a task in the journal
 RESULT = "result.tfdist"  # in the log directory of a launch with a fault plan
+
+
+_FACTS = {  # that every event of a name has, besides its time
+    "launch": ("chaos",),
+    "attempt": ("attempt", "tasks"),
+    "ended": ("codes",),
+    "over": ("code",),
+    "decided": ("restart", "text"),
+    "fault": ("number", "text"),
+    "detected": ("task",),
+    "replaced": ("task",),
+    "stepping": ("step", "total"),
+    "saved": ("total", "path"),
+    "restored": ("total", "path"),
+}
+_KINDS = {  # types of facts, which may also be None
+    ("time", "seconds"): (int, float),
+    ("attempt", "number", "total", "step", "epoch", "pid", "code"): (int,),
+    ("text", "task", "path", "chaos"): (str,),
+    ("tasks",): (list,),
+    ("codes",): (dict,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +136,9 @@ class Phase:
     RUNNING = "running"  # executing steps
 
 
+_PHASES = (Phase.IDLE, Phase.TRACING, Phase.RUNNING)
+
+
 class Progress:
     """A heartbeat that tells the launcher the phase and the position in training.
 
@@ -174,6 +200,8 @@ class HeartbeatRecord:
 def read_heartbeat(path: str) -> HeartbeatRecord | None:
     """Return the heartbeat that `Progress` last wrote, or None if there is none yet.
 
+    A damaged file is as good as none: the process writes its next heartbeat over it.
+
     Example:
         >>> import tempfile
         >>> path = os.path.join(tempfile.mkdtemp(), "worker-0.progress")
@@ -183,8 +211,9 @@ def read_heartbeat(path: str) -> HeartbeatRecord | None:
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="ascii") as file:
-            phase, *numbers = file.read().split()
-        return HeartbeatRecord(phase, *map(int, numbers))
+            phase, epoch, step, total, beats = file.read().split()
+        if phase in _PHASES:
+            return HeartbeatRecord(phase, int(epoch), int(step), int(total), int(beats))
     return None
 
 
@@ -222,7 +251,7 @@ def note_met() -> None:
 
 
 def read_journal(log_dir: str) -> list[dict[str, Any]]:
-    """Return the events in a launch's journal, without a last line that was cut off.
+    """Return the events in a launch's journal, without lines that were cut off or damaged.
 
     Example:
         >>> import tempfile
@@ -234,9 +263,39 @@ def read_journal(log_dir: str) -> list[dict[str, Any]]:
     events = []
     with (
         contextlib.suppress(FileNotFoundError),
-        open(os.path.join(log_dir, JOURNAL), encoding="utf-8") as file,
+        open(os.path.join(log_dir, JOURNAL), "rb") as file,
     ):
         for line in file:
-            with contextlib.suppress(ValueError):
-                events.append(json.loads(line))
+            with contextlib.suppress(ValueError, RecursionError):
+                events.append(check_event(json.loads(line)))
     return events
+
+
+def check_event(line: Any) -> dict[str, Any]:
+    """Return an event of a journal; raise ValueError if it is none, or damaged.
+
+    Example:
+        >>> check_event({"time": 1.5, "event": "fault", "number": 0, "text": "kill chief@end"})[
+        ...     "text"
+        ... ]
+        'kill chief@end'
+        >>> check_event({"time": 1.5, "event": "fault"})
+        Traceback (most recent call last):
+        ValueError: expected number of the event 'fault', received none
+    """
+    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+        raise ValueError(f"expected an event, received {line!r:.80}")
+    for name in ("time", *_FACTS.get(line["event"], ())):
+        if name not in line:
+            raise ValueError(f"expected {name} of the event {line['event']!r}, received none")
+    for names, kinds in _KINDS.items():
+        for name in names:
+            value = line.get(name)
+            wrong = isinstance(value, bool) or (
+                isinstance(value, float) and not math.isfinite(value)
+            )
+            if value is not None and (wrong or not isinstance(value, kinds)):
+                raise ValueError(f"{name} of the event {line['event']!r}: received {value!r:.80}")
+    if line["time"] is None:
+        raise ValueError(f"expected time of the event {line['event']!r}, received none")
+    return line

@@ -84,6 +84,7 @@ def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
         return []
     values = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # a torn line, maybe within a UTF-8 character
+        # A torn line, maybe within a UTF-8 character.
+        with contextlib.suppress(ValueError, RecursionError):
             values.append(json.loads(line))
     return [value for value in values if isinstance(value, dict)]

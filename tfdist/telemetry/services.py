@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,13 @@ class _RunIdFile:
         self._path = path
 
     def read(self) -> str:
-        return self._path.read_text(encoding="utf-8").strip() if self._path.exists() else ""
+        if not self._path.exists():
+            return ""
+        run_id = self._path.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"[\w.-]+", run_id, re.ASCII):
+            log.warning("%s: damaged: no id of a run. A new run is begun.", self._path)
+            return ""
+        return run_id
 
     def write(self, name: str) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -93,14 +93,20 @@ def read(run: str | os.PathLike) -> dict[int, list[Window]]:
 
     Args:
         run: Directory of the run.
+
+    Raises:
+        ValueError: A file is damaged.
     """
-    records = {
-        rank: read_json_lines(path / STEP_BREAKDOWN)
-        for rank, path in worker_directories(run).items()
-    }
-    return {
-        rank: [Window.from_json(line) for line in lines] for rank, lines in records.items() if lines
-    }
+    records = {}
+    for rank, path in worker_directories(run).items():
+        file = path / STEP_BREAKDOWN
+        try:
+            windows = [Window.from_json(line) for line in read_json_lines(file)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: damaged: {error!r}. Measure the steps again.") from error
+        if windows:
+            records[rank] = windows
+    return records
 
 
 def per_step(windows: Iterable[Window]) -> dict[str, float]:

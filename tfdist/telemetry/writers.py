@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tfdist.telemetry.layout import append_json, read_json_lines
+
+log = logging.getLogger("tfdist")
 
 
 class Writer(Protocol):
@@ -146,14 +149,16 @@ class JsonlWriter:
         """Do nothing: `config.json` has the settings."""
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Remove the lines that a resumed run writes again."""
+        """Remove the lines that a resumed run writes again, and those that cannot be read."""
         if not self.path.exists():
             return
-        lines = [
-            line
-            for line in read_json_lines(self.path)
-            if (line["step"] < epoch if "step" in line else line["batch"] <= steps)
-        ]
+        lines = []
+        for line in read_json_lines(self.path):
+            place = line.get("step", line.get("batch"))
+            if isinstance(place, bool) or not isinstance(place, int | float):
+                log.warning("%s: the line %.80s is damaged, and is left out.", self.path, line)
+            elif place < epoch if "step" in line else place <= steps:
+                lines.append(line)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         temporary.replace(self.path)

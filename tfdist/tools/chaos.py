@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tfdist.runtime.command import (
     COMMON_EXIT_CODES,
@@ -19,8 +21,9 @@ from tfdist.runtime.command import (
     usage_errors,
 )
 from tfdist.runtime.formatting import aligned, counted
-from tfdist.runtime.launch_protocol import JOURNAL, read_journal
-from tfdist.tools.recovery import FaultReport, Recovery
+from tfdist.runtime.launch_protocol import JOURNAL
+from tfdist.tools.recovery import FaultReport, Recovery, read_recovery
+from tfdist.tools.report.files import Reader
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {
@@ -78,13 +81,16 @@ def _recovery(log_dir: str, flag: str) -> Recovery:
             f"{flag}: expected the directory of a launch's logs, received {log_dir}, which is no "
             "directory"
         )
-    journal = read_journal(log_dir)
-    if not any(line["event"] == "attempt" for line in journal):
+    reader = Reader()
+    recovery = read_recovery(Path(log_dir), reader)
+    if recovery is None:
         raise ValueError(
             f"{flag}: expected the directory of a launch's logs, received {log_dir}: it has no "
-            f"{JOURNAL} with an attempt"
+            f"{JOURNAL} with an attempt: {reader.problems[-1]}"
         )
-    return Recovery(journal)
+    for problem in reader.problems:
+        print(f"tfdist chaos: {problem}", file=sys.stderr)
+    return recovery
 
 
 def _compare(log_dir: str, other_dir: str) -> int:
@@ -136,7 +142,7 @@ def summary(recovery: Recovery, now: float) -> list[str]:
     """
     lines = [f"not struck: {text}" for text in recovery.missed]
     count = len(recovery.attempts)
-    lost = [recovery.lost(attempt) or 0 for attempt in range(count)]
+    lost = recovery.lost_steps
     text = (
         f"{counted(count, 'attempt')} in {recovery.seconds:.1f} s, {counted(sum(lost), 'step')} "
         "lost"

@@ -11,9 +11,12 @@ import functools
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tfdist.runtime import fault_plan
+from tfdist.runtime.launch_protocol import JOURNAL, check_event
+from tfdist.tools.report.files import Reader
 
 Line = Mapping[str, Any]  # of the journal: "time" in seconds, "event", and the event's fields
 
@@ -165,7 +168,7 @@ class Recovery:
         ]
         self.attempts = tuple(
             Attempt(self._journal[begin:end])
-            for begin, end in zip(begins, [*begins[1:], len(journal)], strict=True)
+            for begin, end in itertools.pairwise([*begins, len(journal)])
         )
         self.begun = float(journal[begins[0]]["time"]) if begins else 0.0
         self.seconds = float(journal[-1]["time"]) - self.begun if begins else 0.0
@@ -215,6 +218,11 @@ class Recovery:
             for line in sorted(faults, key=lambda line: line["time"]):
                 fault_reports.append(self._fault_report(line, index))
         return fault_reports
+
+    @property
+    def lost_steps(self) -> list[int]:
+        """Return the steps that each attempt lost, 0 if training did not continue after it."""
+        return [self.lost(index) or 0 for index in range(len(self.attempts))]
 
     def lost(self, index: int) -> int | None:
         """Return the steps that an attempt lost; None if training did not continue after it.
@@ -290,3 +298,23 @@ class Recovery:
             else ""
         )
         return f"snapshot-{restored['number']}{damaged}"
+
+
+def read_recovery(log_dir: Path, reader: Reader) -> Recovery | None:
+    """Return the recovery statistics of a launch; None if its journal tells of no attempt.
+
+    Args:
+        log_dir: Directory of the launch's logs.
+        reader: Reader that records what is damaged in the journal.
+    """
+    path = log_dir / JOURNAL
+    recovery = Recovery(reader.lines(path, check_event))
+    if not recovery.attempts:
+        reader.problems.append(f"{path} tells of no attempt; it is left out")
+        return None
+    try:  # events contradict each other where lines between them are damaged
+        _ = recovery.fault_reports, recovery.missed, recovery.interval, recovery.lost_steps
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        reader.problems.append(f"{path} is damaged: an event lacks {error}; it is left out")
+        return None
+    return recovery

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.processes import ROOT, environment
-from tfdist.backup import shards
+from tfdist.backup import claim, shards
 from tfdist.backup.claim import Superseded
 from tfdist.backup.snapshot import MAGIC, Damaged, Snapshot, pack, unpack
 from tfdist.backup.store import Store
@@ -287,6 +287,22 @@ def test_a_writer_whose_claim_is_gone_stops(tmp_path):
     with pytest.raises(Superseded, match="no longer its writer"):
         store.write(epoch(0))
     assert os.listdir(tmp_path) == ["writer.json"]
+
+
+def test_a_damaged_claim_names_no_writer(tmp_path, caplog):
+    """A changed number would let an attempt that was given up write again."""
+    Store(tmp_path).claim("a", 3)
+    path = tmp_path / "writer.json"
+    for damaged in (
+        path.read_bytes().replace(b'"attempt": 3', b'"attempt": 1'),
+        path.read_bytes().replace(b'"attempt": 3', b'"attempt": "three"'),
+        b"\xff{}",
+        b"null",
+        b"[" * 10_000,
+    ):
+        path.write_bytes(damaged)
+        assert claim.holder(str(tmp_path)) is None
+        assert f"{path}: damaged" in caplog.messages.pop()
 
 
 def test_a_place_that_cannot_be_claimed_is_named(tmp_path):

@@ -404,6 +404,19 @@ def test_import_record_that_cannot_be_written_or_read_is_ignored(tmp_path):
     assert not read_imports(str(tmp_path / "nowhere" / "imports")).modules
     (tmp_path / "cut off").write_text('{"module": "tensorflow", "environ": {}}\n{"module": "ker')
     assert read_imports(str(tmp_path / "cut off")).modules == ("tensorflow",)
+    damaged = [
+        b"3",
+        b"null",
+        b"{}",
+        b"[" * 10_000,
+        b'{"module": "\xff"}',
+        b'{"module": ["keras"]}',
+        b'{"module": "keras", "environ": {"TF_A": 2}}',
+        b'{"module": "keras", "environ": []}',
+    ]
+    whole = b'{"module": "tensorflow", "environ": {}}\n'
+    (tmp_path / "damaged").write_bytes(b"\n".join(damaged) + b"\n" + whole)
+    assert read_imports(str(tmp_path / "damaged")).modules == ("tensorflow",)
 
 
 @pytest.mark.parametrize(

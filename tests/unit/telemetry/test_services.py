@@ -103,6 +103,21 @@ def test_outage_during_a_run_is_logged_once(writer, package, tmp_path, monkeypat
     )
 
 
+@pytest.mark.parametrize(("content", "known"), [(b"r1\n", "r1"), (b"r\xff1", None), (b"", None)])
+def test_a_run_whose_id_is_damaged_is_a_new_one(tmp_path, monkeypatch, content, known):
+    asked = []
+
+    def init(**options):
+        asked.append(options.get("id"))
+        return _Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    (tmp_path / "wandb.id").write_bytes(content)
+    services.WandbWriter(tmp_path).scalars(0, {"loss": 1.0})
+    assert asked == [known]
+    assert (tmp_path / "wandb.id").read_text() == "r1\n"
+
+
 def test_outage_at_the_start_is_an_error(tmp_path, monkeypatch):
     def init(**_):
         raise ConnectionError("network is down")

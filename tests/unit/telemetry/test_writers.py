@@ -5,6 +5,7 @@ import io
 import pytest
 import tensorflow as tf
 
+from tfdist.telemetry import step_records
 from tfdist.telemetry.layout import append_json, read_json_lines
 from tfdist.telemetry.writers import ConsoleWriter, JsonlWriter, Telemetry, TensorBoardWriter
 
@@ -66,5 +67,24 @@ def test_tensorboard_finds_the_curve(tmp_path):
 
 def test_lines_that_are_no_objects_are_skipped(tmp_path):
     path = tmp_path / "history.jsonl"
-    path.write_bytes(b'{"step": 0}\n3\nnull\n[1]\n{"name": "\xc3\n{"step": 1}\n')
+    deep = b"[" * 10_000
+    path.write_bytes(b'{"step": 0}\n3\nnull\n[1]\n{"name": "\xc3\n' + deep + b'\n{"step": 1}\n')
     assert read_json_lines(path) == [{"step": 0}, {"step": 1}]
+
+
+def test_damaged_lines_do_not_stop_a_resumed_run(tmp_path, caplog):
+    writer = JsonlWriter(tmp_path / "history.jsonl")
+    for epoch in range(3):
+        writer.scalars(epoch, {"loss": 2.0 - epoch})
+    content = writer.path.read_text()
+    writer.path.write_text('{"step": "one"}\n{"loss": 3}\n{"step": null}\n' + content)
+    writer.rewind(2, 0)
+    assert read_json_lines(writer.path) == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.0}]
+    assert [f"{writer.path}: the line" in message for message in caplog.messages] == [True] * 3
+
+
+def test_a_damaged_step_breakdown_is_named(tmp_path):
+    (tmp_path / "worker-0").mkdir()
+    (tmp_path / "worker-0" / "step_breakdown.jsonl").write_text('{"worker": 0}\n')
+    with pytest.raises(ValueError, match=r"worker-0/step_breakdown.jsonl: damaged: .*missing 6"):
+        step_records.read(tmp_path)

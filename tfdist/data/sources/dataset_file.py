@@ -16,6 +16,10 @@ NAME = "dataset.json"
 UNFINISHED = ".writing"
 _FORMAT = "tfdist records 2"
 _WITHOUT_CHECKSUM = "tfdist records 1"
+_KEYS = ("examples", "classes", "class_names", "features", "structure", "compression", "shards")
+_REMEDY = (
+    "Copy it again from where it is whole, or delete the directory and write the data set again."
+)
 
 
 def read(directory: str) -> dict[str, Any] | None:
@@ -36,7 +40,7 @@ def read(directory: str) -> dict[str, Any] | None:
         True
     """
     path = os.path.join(directory, NAME)
-    manifest = read_json(path)
+    manifest = _read_json(path)
     if manifest is None:
         if tf.io.gfile.exists(os.path.join(directory, UNFINISHED)):
             raise ValueError(
@@ -44,36 +48,51 @@ def read(directory: str) -> dict[str, Any] | None:
                 "kept."
             )
         return None
-    if not isinstance(manifest, dict) or manifest.get("format") not in (_FORMAT, _WITHOUT_CHECKSUM):
+    if manifest.get("format") not in (_FORMAT, _WITHOUT_CHECKSUM):
         raise ValueError(
             f"{path}: expected the manifest of a data set that tfdist wrote, of format "
             f"{_FORMAT!r}; received another file."
         )
-    if manifest["format"] == _FORMAT and manifest.pop("crc32", None) != _checksum(manifest):
-        raise ValueError(
-            f"{path}: damaged: its checksum does not match its content. Copy it again from where "
-            "it is whole, or delete the directory and write the data set again."
-        )
+    if manifest["format"] == _FORMAT:
+        return _checked(manifest, path)
+    missing = [key for key in _KEYS if key not in manifest]
+    if missing or "crc32" in manifest:
+        raise ValueError(f"{path}: damaged. {_REMEDY}")
     return manifest
 
 
-def read_json(path: str) -> Any:
-    """Return the content of a JSON file; None if there is no such file.
-
-    Args:
-        path: Path of the file.
-
-    Raises:
-        ValueError: If the file is not JSON.
-    """
+def _read_json(path: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is no such file."""
     if not tf.io.gfile.exists(path):
         return None
     with tf.io.gfile.GFile(path, "rb") as file:
         content = file.read()
     try:
-        return json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged: {error}. Write the data set again.") from error
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged: {error}. {_REMEDY}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: damaged: expected a JSON object. {_REMEDY}")
+    return value
+
+
+def read_checked(path: str) -> dict[str, Any] | None:
+    """Return the object that `write_checked` wrote; None if there is no such file.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    value = _read_json(path)
+    return None if value is None else _checked(value, path)
+
+
+def write_checked(path: str, value: dict[str, Any]) -> None:
+    """Write an object and its checksum as JSON, atomically."""
+    content = json.dumps({**value, "crc32": _checksum(value)}, indent=1)
+    files_io.write_whole(path, content.encode())
 
 
 def write(directory: str, manifest: dict[str, Any]) -> None:
@@ -83,14 +102,19 @@ def write(directory: str, manifest: dict[str, Any]) -> None:
         directory: Directory of the records.
         manifest: Content of the manifest.
     """
-    manifest = {"format": _FORMAT, **manifest}
-    content = json.dumps({**manifest, "crc32": _checksum(manifest)}, indent=1)
-    files_io.write_whole(os.path.join(directory, NAME), content.encode())
+    write_checked(os.path.join(directory, NAME), {"format": _FORMAT, **manifest})
 
 
-def _checksum(manifest: dict[str, Any]) -> int:
-    """Return the checksum of a manifest, whatever its white space."""
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+def _checked(value: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return an object without its checksum; raise ValueError if that is wrong."""
+    if value.pop("crc32", None) != _checksum(value):
+        raise ValueError(f"{path}: damaged: its checksum does not match its content. {_REMEDY}")
+    return value
+
+
+def _checksum(value: dict[str, Any]) -> int:
+    """Return the checksum of an object, whatever its white space."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def features(manifest: dict[str, Any]) -> Features:

@@ -194,7 +194,15 @@ def _read(path: str, stamp: tuple[int, int], index_path: str) -> Index | None:
             header["records"],
             np.frombuffer(content, "<i8").astype(np.int64),
         )
-    except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError, AttributeError):
+    except (
+        OSError,
+        tf.errors.OpError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import os
 import re
 import threading
@@ -229,7 +228,7 @@ class Shards:
             )
         entry = {"examples": count, "bytes": tf.io.gfile.stat(path).length, "sha256": sha256(path)}
         with writable(self.directory):
-            files_io.write_whole(self._part(number, "json"), json.dumps(entry).encode())
+            dataset_file.write_checked(self._part(number, "json"), entry)
         return entry
 
     def _complete_entry(self, number: int, total: int | None) -> dict[str, Any] | None:
@@ -238,7 +237,10 @@ class Shards:
         Returns:
             The entry; None if there is none, or if the file is damaged.
         """
-        entry = dataset_file.read_json(self._part(number, "json"))
+        try:
+            entry = dataset_file.read_checked(self._part(number, "json"))
+        except ValueError:  # damaged
+            return None
         if entry is None:
             return None
         path = self._part(number)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
-import json
 import math
 import os
 import zlib
@@ -328,12 +327,12 @@ def _check_sizes(directory: str, manifest: dict[str, Any]) -> None:
 def _resume(directory: str, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan of the call that began this directory; this plan if none did."""
     path = os.path.join(directory, dataset_file.UNFINISHED, _PLAN)
-    existing = dataset_file.read_json(path)
+    existing = dataset_file.read_checked(path)
     if existing is not None:
         _check_same(directory, existing, plan)
         return existing
     with writable(directory):
-        files_io.write_whole(path, json.dumps(plan).encode())
+        dataset_file.write_checked(path, plan)
     return plan
 
 
@@ -343,8 +342,8 @@ def _finish(directory: str, plan: dict[str, Any], shards: Shards, workers: int) 
         entries = shards.write_on(plan["limit"])
         plan = {**plan, "counts": [entry["examples"] for entry in entries]}
         with writable(directory):
-            files_io.write_whole(
-                os.path.join(directory, dataset_file.UNFINISHED, _PLAN), json.dumps(plan).encode()
+            dataset_file.write_checked(
+                os.path.join(directory, dataset_file.UNFINISHED, _PLAN), plan
             )
     else:
         entries = shards.write_all(plan["counts"], workers)

@@ -6,12 +6,13 @@ A record is written at once. The reader skips a record that was cut short by the
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_HEAD = 6  # int64 words before the numbers
+_HEAD = 7  # int64 words before the numbers; the last holds the CRC-32 of each of both
 
 
 class Step(NamedTuple):
@@ -44,9 +45,9 @@ def append(file: Any, step: Step) -> None:
         >>> with tempfile.NamedTemporaryFile(buffering=0) as file:
         ...     append(file, Step(0, 5, 8, 1.5, 100, np.array([3, 1])))
         ...     append(file, Step(0, 6, 8, 1.5, 100, np.array([2, -1])))
-        ...     file.truncate(120)
+        ...     file.truncate(140)
         ...     [(s.step, s.numbers.tolist()) for s in read(file.name)]
-        120
+        140
         [(5, [3, 1])]
     """
     head = [
@@ -57,22 +58,41 @@ def append(file: Any, step: Step) -> None:
         step.size,
         len(step.numbers),
     ]
-    file.write(np.concatenate([np.array(head, np.int64), step.numbers]).astype("<i8").tobytes())
+    begin = np.array(head, "<i8").tobytes()
+    numbers = np.asarray(step.numbers).astype("<i8").tobytes()
+    file.write(begin + _checksum(begin) + _checksum(numbers) + numbers)
 
 
 def read(path: str | os.PathLike) -> Iterator[Step]:
-    """Yield the complete records of a file, in order."""
+    """Yield the complete records of a file, in order.
+
+    Raises:
+        ValueError: A record is damaged; the message names the file and the byte.
+    """
     with open(path, "rb") as file:
         while _whole(file, _HEAD):
-            epoch, step, rows, fingerprint, size, count = map(
-                int, np.frombuffer(file.read(8 * _HEAD), "<i8")
-            )
-            if not _whole(file, count):
-                return
-            numbers = np.frombuffer(file.read(8 * count), "<i8").astype(np.int64)
+            offset = file.tell()
+            head, sums = file.read(8 * (_HEAD - 1)), file.read(8)
+            epoch, step, rows, fingerprint, size, count = map(int, np.frombuffer(head, "<i8"))
+            is_damaged = sums[:4] != _checksum(head)
+            if not is_damaged:
+                if not _whole(file, count):
+                    return
+                content = file.read(8 * count)
+                is_damaged = sums[4:] != _checksum(content)
+            if is_damaged:
+                raise ValueError(
+                    f"{os.fspath(path)}, byte {offset}: damaged: the checksum of a record is "
+                    "wrong. Run the command again."
+                )
+            numbers = np.frombuffer(content, "<i8").astype(np.int64)
             yield Step(
                 epoch, step, rows, float(np.int64(fingerprint).view(np.float64)), size, numbers
             )
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
 
 
 def _whole(file: Any, words: int) -> bool:

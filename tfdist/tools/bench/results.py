@@ -194,11 +194,17 @@ def _known_fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike) -> Bench:
-    """Read a benchmark from its file, or from the directory that contains the file."""
+    """Read a benchmark from its file, or from the directory that contains the file.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     path = Path(path)
-    return Bench.from_json(
-        json.loads((path / FILE if path.is_dir() else path).read_text(encoding="utf-8"))
-    )
+    path = path / FILE if path.is_dir() else path
+    try:
+        return Bench.from_json(json.loads(path.read_bytes()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged: {error!r}. Run `tfdist bench` again.") from error
 
 
 def baseline(setups: Sequence[Setup], setup: Setup) -> Setup | None:

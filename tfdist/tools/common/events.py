@@ -38,12 +38,27 @@ class Writer(contextlib.AbstractContextManager):
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Return the events of a file so far, without a line that is still being written."""
+    """Return the events of a file so far, without a line that is still being written.
+
+    Raises:
+        ValueError: A line is damaged; the message names the file and the line.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
-            return [json.loads(line) for line in file if line.endswith("\n")]
+        with open(path, "rb") as file:
+            lines = [line for line in file if line.endswith(b"\n")]
     except FileNotFoundError:  # its process has only just started
         return []
+    return [_event(line, f"{os.fspath(path)}, line {i}") for i, line in enumerate(lines, 1)]
+
+
+def _event(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            raise ValueError("expected an event")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: damaged: {error}. Run the command again.") from error
+    return event
 
 
 def named(path: str | os.PathLike, name: str) -> list[dict[str, Any]]:

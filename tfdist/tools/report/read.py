@@ -13,7 +13,7 @@ from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.telemetry.step_records import Window
 from tfdist.tools.bench.results import FILE
-from tfdist.tools.recovery import Recovery
+from tfdist.tools.recovery import Recovery, read_recovery
 from tfdist.tools.report import tensorboard_events
 from tfdist.tools.report.files import Reader, number, section
 
@@ -67,7 +67,7 @@ class Launch:
     @property
     def lost(self) -> int:
         """Return the number of steps that had to be repeated."""
-        return sum(self.recovery.lost(index) or 0 for index in range(len(self.recovery.attempts)))
+        return sum(self.recovery.lost_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,42 +393,8 @@ def _find(directory: Path, launch: Path) -> Path | None:
 
 
 def _launch(directory: Path, reader: Reader) -> Launch | None:
-    journal = reader.lines(directory / JOURNAL, _event)
-    recovery = Recovery(journal)
-    if not recovery.attempts:
-        reader.problems.append(f"{directory / JOURNAL} tells of no attempt; it is left out")
-        return None
-    try:  # `Recovery` needs more keys of an event than `_event` can check line by line
-        launch = Launch(directory, recovery)
-        _ = recovery.fault_reports, recovery.missed, recovery.interval, launch.lost
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        reader.problems.append(
-            f"{directory / JOURNAL} is damaged: an event lacks {error}; it is left out"
-        )
-        return None
-    return launch
-
-
-def _event(line: dict[str, Any]) -> dict[str, Any]:
-    needed = {
-        "attempt": ("attempt", "tasks"),
-        "over": ("code",),
-        "decided": ("restart", "text"),
-        "launch": ("chaos",),
-    }
-    for name in needed.get(line["event"], ()):
-        _ = line[name]
-    numbers = [
-        line[name]
-        for name in ("attempt", "number", "total", "step", "epoch", "seconds")
-        if line.get(name) is not None
-    ]
-    words = [line[name] for name in ("text", "task", "path") if line.get(name) is not None]
-    if not all(math.isfinite(number(value)) for value in (line["time"], *numbers)) or not all(
-        isinstance(word, str) for word in words
-    ):
-        raise ValueError("expected numbers and words")
-    return {**line, "time": number(line["time"])}
+    recovery = read_recovery(directory, reader)
+    return None if recovery is None else Launch(directory, recovery)
 
 
 def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, float]]:

@@ -72,6 +72,7 @@ class Recording:
             for field in dataclasses.fields(self)
             if field.name != "arrays"
         }
+        facts["names"] = sorted(self.arrays)  # a damaged directory of a ZIP file hides members
         facts["variables"] = [dataclasses.asdict(variable) for variable in self.variables]
         temporary = path.with_suffix(".tmp")
         with open(temporary, "wb") as file:
@@ -84,13 +85,23 @@ class Recording:
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """Read a recording from a file that `write` wrote."""
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files if name != "facts"}
-            facts = json.loads(str(file["facts"]))
-        variables = tuple(Variable(**variable) for variable in facts.pop("variables"))
-        logs, silenced = (tuple(facts.pop(name)) for name in ("logs", "silenced"))
-        return cls(variables, logs, silenced=silenced, arrays=arrays, **facts)
+        """Read a recording from a file that `write` wrote.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        try:
+            with np.load(path) as file:
+                arrays = {name: file[name] for name in file.files if name != "facts"}
+                facts = json.loads(str(file["facts"]))
+            if sorted(arrays) != facts.pop("names"):
+                raise ValueError("arrays are missing")
+            variables = tuple(Variable(**variable) for variable in facts.pop("variables"))
+            logs, silenced = (tuple(facts.pop(name)) for name in ("logs", "silenced"))
+            return cls(variables, logs, silenced=silenced, arrays=arrays, **facts)
+        except Exception as error:  # of zipfile, zlib, NumPy or JSON, whatever the damage hit
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path}: damaged: {reason}. Run the command again.") from error
 
     def rows(self, step: int) -> np.ndarray:
         """Return fingerprints of the rows that this process read in a step, int64 `[rows]`.

@@ -1,7 +1,6 @@
 """Test that written data read the same, that a killed call resumes, and that damage is named."""
 
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -323,8 +322,9 @@ def test_call_killed_while_renaming_files_resumes(tmp_path):
     writing = tmp_path / "out" / ".writing"
     writing.mkdir()
     for number, shard in enumerate(manifest["shards"]):
-        (writing / f"{number:05d}.json").write_text(
-            json.dumps({key: shard[key] for key in ("examples", "bytes", "sha256")})
+        dataset_file.write_checked(
+            str(writing / f"{number:05d}.json"),
+            {key: shard[key] for key in ("examples", "bytes", "sha256")},
         )
     for number, path in enumerate(rest, 1):
         path.rename(writing / f"{number:05d}.tfrecord")
@@ -334,7 +334,7 @@ def test_call_killed_while_renaming_files_resumes(tmp_path):
         "counts": [shard["examples"] for shard in manifest["shards"]],
         "limit": 5000,
     }
-    (writing / "plan.json").write_text(json.dumps(plan))
+    dataset_file.write_checked(str(writing / "plan.json"), plan)
     (tmp_path / "out/dataset.json").unlink()
     stamp = first.stat().st_mtime_ns
     assert write(source, tmp_path / "out", shard_bytes=5000) == manifest
@@ -520,6 +520,38 @@ def test_no_flipped_bit_of_a_manifest_changes_the_data(tmp_path):
         except ValueError as error:
             unchanged = "dataset.json: " in str(error)
         assert unchanged, bit
+
+
+@pytest.mark.parametrize("content", [b"null", b"[]", b"[" * 10_000, b"\xff"])
+def test_a_manifest_that_is_no_object_is_damaged(tmp_path, content):
+    write(of_arrays(np.arange(3)), tmp_path)
+    (tmp_path / dataset_file.NAME).write_bytes(content)
+    for read in (records, lambda path: write(of_arrays(np.arange(3)), path)):
+        with pytest.raises(ValueError, match=r"dataset.json: damaged"):
+            read(tmp_path)
+
+
+def test_no_flipped_bit_of_an_unfinished_data_set_changes_the_data(tmp_path, monkeypatch):
+    numbers = of_arrays(np.arange(60))
+    with monkeypatch.context() as patch:
+        patch.setattr(record_shards.Shards, "move", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            write(numbers, tmp_path / "whole", shard_bytes=600)
+    for name in ("plan.json", "00001.json"):
+        content = (tmp_path / "whole" / ".writing" / name).read_bytes()
+        for byte in range(0, len(content), len(content) // 3):
+            shutil.rmtree(tmp_path / "whole copy", ignore_errors=True)
+            shutil.copytree(tmp_path / "whole", tmp_path / "whole copy")
+            flipped = bytearray(content)
+            flipped[byte] ^= 1
+            (tmp_path / "whole copy" / ".writing" / name).write_bytes(flipped)
+            if name == "plan.json":
+                with pytest.raises(ValueError, match=r"plan.json: damaged"):
+                    write(numbers, tmp_path / "whole copy", shard_bytes=600)
+            else:  # only this file is written again
+                write(numbers, tmp_path / "whole copy", shard_bytes=600)
+                verify(tmp_path / "whole copy")
+                assert same(records(tmp_path / "whole copy"), numbers) == 60
 
 
 def test_data_that_end_early_are_named_by_the_first_missing_example():

@@ -141,6 +141,15 @@ def test_bench_json_is_read_as_it_was_written(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"3", b"\xff", b"[" * 10_000, b'{"setups": [{"replicas": 2}]}']
+)
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / "bench.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bench.json: damaged: "):
+        read(tmp_path)
+
+
 # --- Reasons: for each one planted ----------------------------------------------------------------
 IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split in two
 

@@ -261,7 +261,9 @@ def test_a_journal_without_its_facts(run, tmp_path):
     journal = tmp_path / "runs" / "launch-1" / "events.jsonl"
     journal.write_text(re.sub('"total": [0-9]+, "number"', '"number"', journal.read_text()))
     page = report(run, code=1)
-    assert "is damaged: an event lacks 'total'; it is left out" in page.text
+    assert (
+        "events.jsonl: 3 of 14 lines are damaged, the first is line 4; they are left" in page.text
+    )
 
 
 # --- Several runs, and benchmarks -----------------------------------------------------------------

@@ -311,6 +311,26 @@ def test_a_recording_survives_its_file(tmp_path):
 
 
 # --- What passes through a step -------------------------------------------------------------------
+def test_no_flipped_bit_changes_a_recording(tmp_path):
+    path = tmp_path / "x.npz"
+    written = Recording(VARIABLES, ("loss",), 1, arrays={"1/rows": np.arange(4)})
+    written.write(path)
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            again = Recording.read(path)
+        except ValueError as error:
+            unchanged = str(error).startswith(f"{path}: damaged: ") and "\n" not in str(error)
+        else:  # a time, or another field that nothing reads
+            arrays = {name: array.tolist() for name, array in again.arrays.items()}
+            unchanged = again == dataclasses.replace(written, arrays=again.arrays)
+            unchanged = unchanged and arrays == {"1/rows": [0, 1, 2, 3]}
+        assert unchanged, bit
+
+
 def test_fingerprints_are_those_of_rows():
     rng = np.random.default_rng(0)
     x = rng.integers(0, 2, (2000, 5), np.uint8)
