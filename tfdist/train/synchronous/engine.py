@@ -439,16 +439,13 @@ class Engine(Hooks):
 
     # --- Helpers ----------------------------------------------------------------------------------
     def _check_copies(self, model: keras.Model) -> None:
-        """Raise ValueError if replicas of this process would share a variable, and race for it."""
-        if self.placement.local_replicas == 1:
-            return
-        variables = model.metrics_variables if self._central else model.variables
-        for v in {id(v): v for v in (*variables, *model.metrics_variables)}.values():
+        """Raise ValueError if replicas of this process would share a metric, and race for it."""
+        for v in model.metrics_variables if self.placement.local_replicas > 1 else ():
             if len(copies(v)) != self.placement.local_replicas:
                 raise ValueError(
-                    f"The variable {v.path} was made outside of strategy.scope(), so that "
-                    f"{self.placement.local_replicas} replicas would share it. Make the model, "
-                    "its layers and its metrics inside `with strategy.scope():`."
+                    f"expected metrics made in the scope of the strategy, received {v.path!r}, "
+                    f"made outside of it: {self.placement.local_replicas} replicas would share it. "
+                    "Make metrics, and call compile(), inside `with strategy.scope():`."
                 )
 
     def _runner(self, model, model_step) -> Runner:
