@@ -441,5 +441,5 @@ def test_a_metric_that_is_made_outside_of_the_scope_is_named(mirrored):
     with mirrored.scope():
         model = mlp()
         model.compile("sgd", "mse", metrics=[metric])
-    with pytest.raises(ValueError, match="in the scope.*'Largest/state', made outside of it: 2"):
+    with pytest.raises(ValueError, match=r"in the scope.*'Largest/state', made outside of it: 2"):
         model.fit(*data(), batch_size=16, verbose=0)
