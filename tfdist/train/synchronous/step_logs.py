@@ -56,7 +56,7 @@ class StepLogs:
             This replica's parts of the values that are not results of metrics, and all values.
 
         Raises:
-            ValueError: The step does not return a dict of numbers.
+            TypeError: The step does not return a dict of numbers.
         """
         metrics = {id(metric): i for i, metric in enumerate(self._model.metrics)}
         # By the id of a tensor; the tensor is kept, so that no other one gets its id.
@@ -71,9 +71,9 @@ class StepLogs:
         with observed(self._model, gathered_rows.update_metric, record):
             logs = self._step(data)
         if not isinstance(logs, dict):
-            raise ValueError(
-                f"{self._step.__name__}: expected a dict of logs, received {type(logs).__name__}. "
-                'Return for example {"loss": loss}.'
+            raise TypeError(
+                f"{self._step.__qualname__} returned {type(logs).__name__}; expected a dict of "
+                "names and numbers."
             )
         values = keras.tree.flatten(logs)
         self._structure = keras.tree.map_structure(lambda x: None, logs)
@@ -106,9 +106,9 @@ class StepLogs:
         if weight is None:
             return x
         if not (x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool):
-            raise ValueError(
-                f"{self._step.__name__}: expected logs that are numbers, received a value of dtype "
-                f"{x.dtype.name}, which has no mean over the replicas."
+            raise TypeError(
+                f"{self._step.__qualname__} returned a value of dtype {x.dtype.name}, which has no "
+                "mean over the replicas; expected a dict of names and numbers."
             )
         x = tf.cast(x, tf.float64)
         if not x.shape.is_fully_defined():  # one value for each row

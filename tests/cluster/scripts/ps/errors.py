@@ -120,6 +120,28 @@ def error_stateful_layer(strategy):
         raises(ValueError, "stateful=True in memory, under 2 workers", method, *arguments)
 
 
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_variable([], "zeros")
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(prediction)))
+
+    def result(self):
+        return self.value
+
+
+@feature
+def error_metric_that_is_no_sum(strategy):
+    with strategy.scope():
+        model = one_weight()
+        model.compile("sgd", mean_output, metrics=[Largest()])
+    for method in (model.fit, model.evaluate):
+        raises(ValueError, "metric largest: its state is not a sum", method, batches(), verbose=0)
+    counts(strategy, batches())
+
+
 def own_step(strategy, returned):
     model = compiled(strategy, lambda: OwnStep(one_weight().layers), sgd(), mean_output, ())
     model.returned = returned

@@ -443,3 +443,14 @@ def test_a_metric_that_is_made_outside_of_the_scope_is_named(mirrored):
         model.compile("sgd", "mse", metrics=[metric])
     with pytest.raises(ValueError, match=r"in the scope.*'Largest/state', made outside of it: 2"):
         model.fit(*data(), batch_size=16, verbose=0)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_logs_that_are_no_numbers_are_named(text, mirrored):
+    class Odd(OwnStep):
+        def logs(self, loss, y, prediction):
+            return {"word": tf.constant("a")} if text else 7.0
+
+    message = "returned a value of dtype string" if text else "returned float"
+    with pytest.raises(TypeError, match=f"train_step {message}.*expected a dict of names"):
+        fitted(mirrored, lambda: mlp(Odd))
