@@ -454,8 +454,7 @@ class RemoteRunner:
         """
         data = without_optionals(data)
         with metric_deltas.collected(self.model, seeds, index) as added:
-            with observed(self.model, _update_sum):
-                logs = self._strategy.run(self._step, args=(data,))
+            logs = self._strategy.run(self._observed_step, args=(data,))
         *sums, updates = added
         if not isinstance(logs, dict):
             raise TypeError(
@@ -479,6 +478,10 @@ class RemoteRunner:
             ],
             0,
         )
+
+    def _observed_step(self, data):
+        with observed(self.model, _update_sum):
+            return self._step(data)
 
     def _add(self, result, added):
         """Add two result vectors, but keep the logs of the last step."""
