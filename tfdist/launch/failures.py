@@ -353,7 +353,9 @@ def _stopped_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fai
     TensorFlow's coordination service has stopped with it.
     """
     ending = next((ending for ending in endings if ending.stopped), None)
-    return ending and Failure(
+    if ending is None:
+        return None
+    return Failure(
         task=ending.task,
         kind=Kind.STOPPED,
         code=TRANSIENT_CODE,

@@ -270,7 +270,7 @@ def _evaluator(cluster: ClusterSpec, names: list[str], start_timeout: float, cro
     listens = len(cluster.training_tasks) > 1 or "ps" in cluster.jobs
     log.info("evaluator on %s of the training with the chief at %s", ", ".join(names), chief)
     Evaluator(strategy, strategy.tfdist_engine, chief, listens, start_timeout)
-    scopes.watch(strategy, 1 + len(cluster.training_tasks))
+    scopes.watch(strategy)
     return strategy
 
 
