@@ -142,6 +142,27 @@ def test_a_worker_that_dies_restarts_all_hosts(hosts):
     assert any("restart 1 of 5" in err for _, _, err in ends)
 
 
+def test_task_that_is_stopped_on_another_host_is_the_cause(hosts):
+    fault = (
+        "\nif os.environ['TFDIST_ATTEMPT'] == '0':\n"
+        "    if me == 'worker:1':\n"
+        "        open('../stopped', 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    while not os.path.exists('../stopped'): time.sleep(0.01)\n"
+        "    lose_peers()\n"
+    )
+    script = SCRIPT.replace("step = 0\n", fault + "step = 0\n")
+    launches = [hosts.start(name, "--max-workers", "2", script=script) for name in "ab"]
+    for name in "ab":
+        hosts.says(name, "world 2 attempt 1")
+    hosts.finish()
+    ends = [launch.finish() for launch in launches]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    # The first host's launcher decides, and shows the cause.
+    assert "worker:1 was stopped while its peers needed it" in ends[0][2], ends
+    assert "restart 1 of 5" in ends[0][2]
+
+
 def test_frozen_host_is_given_up_and_ends_its_own_workers(hosts):
     flags = ("--max-workers", "2", "--min-workers", "1", "--host-timeout", "3")
     first = hosts.start("a", *flags)

@@ -77,6 +77,7 @@ class Kind(enum.Enum):
     CONFIGURATION = "configuration"
     ENDED_EARLY = "ended early"  # returned 0 while its peers still needed it
     UNRESPONSIVE = "unresponsive"  # ran, but its peers or the launcher received no heartbeat
+    STOPPED = "stopped"  # the kernel had stopped it (SIGSTOP, a debugger) when its peers failed
     TRANSIENT = "transient"
     PREEMPTED = "preempted"  # was asked to end, and has saved a snapshot
     LOST_PEERS = "lost peers"  # only noticed that another task was gone
@@ -100,7 +101,7 @@ class Ending:
         log_path: Path of the log.
         hang: Reason why the task counts as hung, or None if it does not.
         stopped: Whether the kernel had stopped the task (SIGSTOP, a debugger) when the launcher saw
-            the first failure. Default False.
+            the first failure, here or on another host. Default False.
     """
 
     task: str
@@ -171,7 +172,8 @@ def judge(endings: Sequence[Ending], isolated: bool = False) -> Verdict | None:
     """
     failures = sorted(filter(None, map(classify, endings)), key=lambda failure: failure.time)
     if not failures:
-        return None
+        cause = _stopped_cause(endings, failures)  # other hosts have the victims
+        return Verdict(cause) if cause else None
     own_failures = [failure for failure in failures if failure.kind in _OWN_FAILURES]
     preempted = [failure for failure in failures if failure.kind is Kind.PREEMPTED]
     cause = (own_failures or preempted or [_silent_cause(endings, failures) or failures[0]])[0]
@@ -306,20 +308,9 @@ def last_stacks(log: str) -> str:
 
 def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Failure | None:
     """Return the task that the victims lost when no task died or failed by itself."""
+    if (stopped := _stopped_cause(endings, victims)) is not None:
+        return stopped
     first = victims[0]
-    # A stopped task reports nothing, and the errors of its peers need not name it: if it is the
-    # chief, TensorFlow's coordination service has stopped with it.
-    frozen = next((ending for ending in endings if ending.stopped), None)
-    if frozen is not None:
-        return Failure(
-            task=frozen.task,
-            kind=Kind.UNRESPONSIVE,
-            code=first.code,
-            time=first.time,
-            how=f"was stopped while {first.task} needed it; the launcher killed it",
-            hint="SIGSTOP, a suspended job or a debugger",
-            log_path=frozen.log_path,
-        )
     # No task needs the evaluator. The times cannot decide: a process closes its sockets, and its
     # peers notice, up to two seconds before it has exited.
     group = [ending for ending in endings if not ending.task.startswith("evaluator")]
@@ -353,6 +344,26 @@ def _silent_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Fail
                     log_path=running[name].log_path,
                 )
     return None
+
+
+def _stopped_cause(endings: Sequence[Ending], victims: Sequence[Failure]) -> Failure | None:
+    """Return the first task that the kernel had stopped, if there is one.
+
+    It reports nothing, and the errors of its peers need not name it: if it is the chief,
+    TensorFlow's coordination service has stopped with it.
+    """
+    ending = next((ending for ending in endings if ending.stopped), None)
+    if ending is None:
+        return None
+    return Failure(
+        task=ending.task,
+        kind=Kind.STOPPED,
+        code=TRANSIENT_CODE,
+        time=victims[0].time if victims else ending.signalled or ending.time,
+        how="was stopped while its peers needed it; the launcher killed it",
+        hint="SIGSTOP, a suspended job or a debugger",
+        log_path=ending.log_path,
+    )
 
 
 def _last_lines(log: str) -> str:

@@ -172,6 +172,8 @@ class Supervisor:
             for plan in plans:
                 group.append(self._start(plan))
             self._watch(group, ordered)
+            if ordered() and peer_grace() <= PEER_S:  # a failure on another host
+                self._note_stopped(group)
         finally:
             self._end(group, ordered, peer_grace)
         codes = {process.plan.name: process.code for process in group}
@@ -207,6 +209,12 @@ class Supervisor:
         saved_note = "; the training is saved, and the same command resumes it" if saved else ""
         self._console.notice(f"tfdist: ended by {name} after {seconds:.1f} s{saved_note}")
         return PREEMPTED_CODE if saved else 128 + self._signals[0]
+
+    def _note_stopped(self, group: Sequence[Process]) -> None:
+        """Note which processes the kernel has stopped, before they are killed."""
+        groups = stopped_groups()
+        for process in group:
+            process.stopped = not process.ended and process.pid in groups
 
     def _warn_of_strangers(self, group: Sequence[Process]) -> None:
         """Show which tasks of a cluster have ended well, but have never met the others."""
@@ -287,9 +295,7 @@ class Supervisor:
         if failed() and not ordered():
             first = next((process for process in group if process.failed or process.hang), None)
             note(self._log_dir, "detected", task=first and first.plan.name)
-            stopped = stopped_groups()
-            for process in group:
-                process.stopped = not process.ended and process.pid in stopped
+            self._note_stopped(group)
             if any(process.hang for process in group):
                 self._stacks(group)
             else:

@@ -14,7 +14,7 @@ from tfdist import flags
 from tfdist import sync as sync_policies
 from tfdist.cluster import preflight, resolvers
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.keras_compat import engine_of, runtime_initialized, scopes
+from tfdist.keras_compat import engine_of, runtime_initialized
 from tfdist.keras_compat.servers import connected
 from tfdist.strategies import devices as device_names
 from tfdist.strategies import single_process
@@ -270,7 +270,6 @@ def _evaluator(cluster: ClusterSpec, names: list[str], start_timeout: float, cro
     listens = len(cluster.training_tasks) > 1 or "ps" in cluster.jobs
     log.info("evaluator on %s of the training with the chief at %s", ", ".join(names), chief)
     Evaluator(strategy, strategy.tfdist_engine, chief, listens, start_timeout)
-    scopes.watch(strategy, 1 + len(cluster.training_tasks))
     return strategy
 
 

@@ -131,8 +131,8 @@ def test_stopped_task_is_blamed_not_the_peer_whose_error_names_no_task(stopped):
             Ending(stopped, -9, 8.5, signalled=8.0, stopped=True),
         ]
     )
-    assert (verdict.cause.task, verdict.cause.kind) == (stopped, Kind.UNRESPONSIVE)
-    assert verdict.cause.how == f"was stopped while {other} needed it; the launcher killed it"
+    assert (verdict.cause.task, verdict.cause.kind) == (stopped, Kind.STOPPED)
+    assert verdict.cause.how == "was stopped while its peers needed it; the launcher killed it"
     assert [(failure.task, failure.kind) for failure in verdict.others] == [
         (other, Kind.LOST_PEERS)
     ]
