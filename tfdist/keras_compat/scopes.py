@@ -14,6 +14,7 @@ import weakref
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import ops as _ops
 
 log = logging.getLogger("tfdist")
 
@@ -144,12 +145,15 @@ def keep_in_clear_session() -> None:
     It replaces TensorFlow's default graph, where the entered scopes are kept: models made
     afterwards would not be distributed, and the end of the scope would be an IndexError. In eager
     mode that graph holds nothing else. Everything that Keras itself keeps is cleared as usual.
+    `tf.compat.v1.reset_default_graph` itself cannot be replaced: TensorFlow loads that module again
+    when TensorBoard is first used.
     """
-    reset = tf.compat.v1.reset_default_graph
+    graphs = _ops._default_graph_stack
+    own_reset = graphs.reset
 
-    @functools.wraps(reset)
-    def reset_default_graph() -> None:
+    @functools.wraps(own_reset)
+    def reset() -> None:
         if not hasattr(tf.distribute.get_strategy(), "tfdist_engine"):
-            reset()
+            own_reset()
 
-    tf.compat.v1.reset_default_graph = reset_default_graph
+    graphs.reset = reset

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -11,6 +12,33 @@ from tfdist.keras_compat import scopes
 from tfdist.parallel.placement import Placement
 from tfdist.sync import Policy
 from tfdist.train.synchronous.engine import Engine
+
+# Scopes that are entered now.
+_entered: list[KeptScope] = []
+
+
+class KeptScope(contextlib.AbstractContextManager):
+    """Scope of a strategy that stays entered until its `__exit__`, also if nobody keeps it.
+
+    TensorFlow's own scope, in `strategy.scope().__enter__()`, is left by half when its object is
+    collected: the strategy stays the current one, but it no longer makes the variables.
+
+    Args:
+        scope: TensorFlow's own scope.
+    """
+
+    def __init__(self, scope: contextlib.AbstractContextManager):
+        self._scope = scope
+
+    def __enter__(self) -> Any:
+        strategy = self._scope.__enter__()
+        _entered.append(self)
+        return strategy
+
+    def __exit__(self, *error: Any) -> None:
+        if self in _entered:
+            _entered.remove(self)
+        self._scope.__exit__(*error)
 
 
 class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -21,11 +49,6 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
 
     tfdist_engine: Engine
 
-    def scope(self):
-        """See `tf.distribute.Strategy`; tfdist notes that models can now be made in it."""
-        scopes.enter(self)
-        return super().scope()
-
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; Keras' methods get tfdist's own input batches.
 
@@ -35,6 +58,11 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
         if self.tfdist_engine.feeding and by_rows(dataset):
             return self.tfdist_engine.feed(dataset)
         return super().experimental_distribute_dataset(dataset, options)
+
+    def scope(self) -> Any:
+        """See `tf.distribute.Strategy`; the scope is entered until its end, see `KeptScope`."""
+        scopes.enter(self)
+        return KeptScope(super().scope())
 
     def reduce(self, reduce_op, value, axis=None):
         """See `tf.distribute.Strategy`; takes one replica's value while Keras infers shapes.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist import keras_compat
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.keras_compat import scopes
 from tfdist.keras_compat import servers as server_compat
+from tfdist.strategies.base import KeptScope
 from tfdist.strategies.server import addresses, wait_for
 from tfdist.train.parameter_server.coordinator import Coordinator
 from tfdist.train.parameter_server.worker_pool import Pool
@@ -21,10 +24,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     tfdist_engine: Coordinator
 
-    def scope(self):
-        """See `tf.distribute.Strategy`; tfdist notes that models can now be made in it."""
+    def scope(self) -> Any:
+        """See `tf.distribute.Strategy`; the scope is entered until its end, see `KeptScope`."""
         scopes.enter(self)
-        return super().scope()
+        return KeptScope(super().scope())
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; Keras' methods get tfdist's own batch stream.
