@@ -25,6 +25,8 @@ from keras.src.losses import (
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.eager import context as _context
 
+from tfdist.keras_compat import model_building
+
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
 MODEL_HOOKS = (
@@ -159,7 +161,8 @@ def _hook_model(name: str) -> None:
     def method(self, *args, **kwargs):
         engine = engine_of(self.distribute_strategy)
         if engine is not None:
-            return getattr(engine, name)(self, keras_method, *args, **kwargs)
+            with model_building.running(name):
+                return getattr(engine, name)(self, keras_method, *args, **kwargs)
         if (
             name in _FILES
             and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights))
@@ -221,18 +224,23 @@ def _hook_symbolic_build() -> None:
             # batches in it, and these would count twice.
             data_batch = next(iter(iterator._get_iterator()))
             iterator = None
-        _state.building = True
-        try:
+        if engine_of(self.distribute_strategy) is None:
             return keras_method(self, iterator, data_batch)
-        finally:
-            _state.building = False
+        if iterator is not None:
+            # To learn the shapes, Keras averages a whole batch over the replicas (keras #20585).
+            data_batch = _first_batch(self.distribute_strategy, iterator)
+        return model_building.build(self, keras_method, data_batch)
 
     keras.Model._maybe_symbolic_build = method
 
 
-def building() -> bool:
-    """Return whether Keras is reading a batch only to learn its shapes."""
-    return getattr(_state, "building", False)
+def _first_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
+    """Return the first replica's first batch from Keras' epoch iterator."""
+    for _, _, batches in iterator:
+        return tf.nest.map_structure(
+            lambda x: strategy.experimental_local_results(x)[0], next(batches)
+        )
+    return None
 
 
 def _hook_apply(cls: Any) -> None:
@@ -240,6 +248,8 @@ def _hook_apply(cls: Any) -> None:
 
     @functools.wraps(keras_apply)
     def apply(self, grads, trainable_variables=None):
+        if model_building.note_update(self, trainable_variables):
+            return None
         engine = engine_of(tf.distribute.get_strategy())
         if engine is None and engine_of(strategy_of(self)) is not None:
             raise ValueError(

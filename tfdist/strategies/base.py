@@ -30,16 +30,6 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
             return self.tfdist_engine.feed(dataset)
         return super().experimental_distribute_dataset(dataset, options)
 
-    def reduce(self, reduce_op, value, axis=None):
-        """See `tf.distribute.Strategy`; takes one replica's value while Keras infers shapes.
-
-        To learn the shapes, Keras averages a whole batch over the replicas, where any replica's
-        value is enough (keras #20585).
-        """
-        if keras_compat.building():
-            return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
-        return super().reduce(reduce_op, value, axis)
-
 
 def by_rows(dataset: tf.data.Dataset) -> bool:
     """Return whether a data set's batches may be split by rows, which is its options' default."""

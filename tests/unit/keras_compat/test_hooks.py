@@ -178,28 +178,6 @@ def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_dis
     assert drawn == [12, 12, 12]
 
 
-# --- Building -------------------------------------------------------------------------------------
-def test_building_is_seen_while_keras_learns_shapes(recorded):
-    states = []
-
-    class Model(keras.Sequential):
-        def compute_output_spec(self, *args, **kwargs):
-            states.append(keras_compat.building())
-            return super().compute_output_spec(*args, **kwargs)
-
-        def _symbolic_build(self, *args, **kwargs):
-            states.append(keras_compat.building())
-            return super()._symbolic_build(*args, **kwargs)
-
-    with recorded.scope():
-        model = Model([keras.layers.Dense(3)])
-        model.compile("sgd", CROSSENTROPY)
-    model.fit(dataset(*data(24)), verbose=0)
-    assert states
-    assert all(states)
-    assert not keras_compat.building()
-
-
 # --- Losses ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name",
