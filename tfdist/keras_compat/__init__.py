@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses import (
     loss as _loss,
 )  # scale_loss_for_distribution has no public name, keras #18624
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
+from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
 
 from tfdist.keras_compat import model_building
@@ -87,7 +89,24 @@ def install() -> None:
         _hook_apply(optimizer)
     for name in LOSS_HOOKS:
         _hook_loss(name)
+    _add_conversions(_distribute_values.DistributedVariable)
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
+
+
+def _add_conversions(cls: Any) -> None:
+    """Let `float`, `int` and NumPy read a variable with copies, as they read a `tf.Variable`.
+
+    The copies' own conversions are found only by NumPy, and outside of a scope: within one it fails
+    for scalars. So callbacks could not read `optimizer.learning_rate` or `iterations`.
+    """
+
+    def array(self, dtype=None, copy=None):
+        return np.array(self.numpy(), dtype)
+
+    cls.__array__ = array
+    cls.__float__ = lambda self: float(self.numpy())
+    cls.__int__ = lambda self: int(self.numpy())
+    cls.__complex__ = lambda self: complex(self.numpy())
 
 
 def runtime_initialized() -> bool:
