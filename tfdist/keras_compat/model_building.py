@@ -49,8 +49,8 @@ def build(model: keras.Model, keras_method: Callable, data: Any) -> None:
         keras_method: Keras' own method, which calls the model.
         data: Batch as the step gets it: a nest of tensors, arrays or specs; None is allowed.
     """
-    step, function = _STEPS.get(getattr(_state, "method", None), (None, None))
-    if step is None or getattr(type(model), step) is getattr(keras.Model, step):
+    step, function = _STEPS.get(getattr(_state, "method", ""), ("", ""))
+    if not step or getattr(type(model), step) is getattr(keras.Model, step):
         keras_method(model, data_batch=data)
     elif getattr(model, function) is None:  # not built for this step since it was compiled
         with model.distribute_strategy.scope():
