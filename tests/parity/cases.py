@@ -155,6 +155,58 @@ def several_inputs_and_outputs_as_tuples(strategy):
 
 
 @case
+def model_without_call(strategy):
+    """Train a GAN as keras.io writes it: two optimizers, no `call()`, a generator not built."""
+
+    class GAN(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.discriminator = keras.Sequential(
+                [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+            )
+            self.generator = keras.Sequential([keras.layers.Dense(6)])
+            self.accuracy = keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)
+
+        def compile(self, d_optimizer, g_optimizer, loss_fn):
+            super().compile()
+            self.d_optimizer = d_optimizer
+            self.g_optimizer = g_optimizer
+            self.loss_fn = loss_fn
+
+        @property
+        def metrics(self):
+            return [self.accuracy]
+
+        def train_step(self, real):
+            ones = tf.ones((tf.shape(real)[0], 1))
+            labels = tf.concat([ones, 0.0 * ones], 0)
+            with tf.GradientTape() as tape:
+                fake = self.generator(real[:, :2])
+                logits = self.discriminator(tf.concat([real, fake], 0))
+                loss = self.loss_fn(labels, logits)
+            self._update(self.d_optimizer, tape, loss, self.discriminator)
+            self.accuracy.update_state(labels, logits)
+            with tf.GradientTape() as tape:
+                loss = self.loss_fn(ones, self.discriminator(self.generator(real[:, :2])))
+            self._update(self.g_optimizer, tape, loss, self.generator)
+            return {"accuracy": self.accuracy.result()}
+
+        def _update(self, optimizer, tape, loss, part):
+            weights = part.trainable_weights
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = GAN()
+        model.compile(
+            keras.optimizers.Adam(0.05),
+            keras.optimizers.SGD(0.5, momentum=0.5),
+            keras.losses.BinaryCrossentropy(from_logits=True),
+        )
+    return fitted(model, dataset(data(GLOBAL_BATCH * 2 + 7)[0]), epochs=2)
+
+
+@case
 def custom_train_step(strategy):
     class Model(keras.Model):
         def train_step(self, batch):

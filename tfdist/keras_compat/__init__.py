@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses import (
     loss as _loss,
 )  # scale_loss_for_distribution has no public name, keras #18624
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
+from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
 
-from tfdist.keras_compat import scopes
+from tfdist.keras_compat import model_building, scopes
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
@@ -87,8 +89,25 @@ def install() -> None:
     for name in LOSS_HOOKS:
         _hook_loss(name)
     _hook_mean()
+    _add_conversions(_distribute_values.DistributedVariable)
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
     scopes.keep_in_clear_session()
+
+
+def _add_conversions(cls: Any) -> None:
+    """Let `float`, `int` and NumPy read a variable with copies, as they read a `tf.Variable`.
+
+    The copies' own conversions are found only by NumPy, and outside of a scope: within one it fails
+    for scalars. So callbacks could not read `optimizer.learning_rate` or `iterations`.
+    """
+
+    def array(self, dtype=None, copy=None):
+        return np.array(self.numpy(), dtype)
+
+    cls.__array__ = array
+    cls.__float__ = lambda self: float(self.numpy())
+    cls.__int__ = lambda self: int(self.numpy())
+    cls.__complex__ = lambda self: complex(self.numpy())
 
 
 def runtime_initialized() -> bool:
@@ -162,7 +181,8 @@ def _hook_model(name: str) -> None:
     def method(self, *args, **kwargs):
         engine = engine_of(self.distribute_strategy)
         if engine is not None:
-            return getattr(engine, name)(self, keras_method, *args, **kwargs)
+            with model_building.running(name):
+                return getattr(engine, name)(self, keras_method, *args, **kwargs)
         if (
             name in _FILES
             and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights))
@@ -226,18 +246,23 @@ def _hook_symbolic_build() -> None:
             # batches in it, and these would count twice.
             data_batch = next(iter(iterator._get_iterator()))
             iterator = None
-        _state.building = True
-        try:
+        if engine_of(self.distribute_strategy) is None:
             return keras_method(self, iterator, data_batch)
-        finally:
-            _state.building = False
+        if iterator is not None:
+            # To learn the shapes, Keras averages a whole batch over the replicas (keras #20585).
+            data_batch = _first_batch(self.distribute_strategy, iterator)
+        return model_building.build(self, keras_method, data_batch)
 
     keras.Model._maybe_symbolic_build = method
 
 
-def building() -> bool:
-    """Return whether Keras is reading a batch only to learn its shapes."""
-    return getattr(_state, "building", False)
+def _first_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
+    """Return the first replica's first batch from Keras' epoch iterator."""
+    for _, _, batches in iterator:
+        return tf.nest.map_structure(
+            lambda x: strategy.experimental_local_results(x)[0], next(batches)
+        )
+    return None
 
 
 def _hook_apply(cls: Any) -> None:
@@ -245,6 +270,8 @@ def _hook_apply(cls: Any) -> None:
 
     @functools.wraps(keras_apply)
     def apply(self, grads, trainable_variables=None):
+        if model_building.note_update(self, trainable_variables):
+            return None
         engine = engine_of(tf.distribute.get_strategy())
         if engine is None and engine_of(strategy_of(self)) is not None:
             raise ValueError(

@@ -64,16 +64,6 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
         scopes.enter(self)
         return KeptScope(super().scope())
 
-    def reduce(self, reduce_op, value, axis=None):
-        """See `tf.distribute.Strategy`; takes one replica's value while Keras infers shapes.
-
-        To learn the shapes, Keras averages a whole batch over the replicas, where any replica's
-        value is enough (keras #20585).
-        """
-        if keras_compat.building():
-            return tf.nest.map_structure(lambda v: self.experimental_local_results(v)[0], value)
-        return super().reduce(reduce_op, value, axis)
-
 
 def by_rows(dataset: tf.data.Dataset) -> bool:
     """Return whether a data set's batches may be split by rows, which is its options' default."""

@@ -179,28 +179,6 @@ def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_dis
     assert drawn == [12, 12, 12]
 
 
-# --- Building -------------------------------------------------------------------------------------
-def test_building_is_seen_while_keras_learns_shapes(recorded):
-    states = []
-
-    class Model(keras.Sequential):
-        def compute_output_spec(self, *args, **kwargs):
-            states.append(keras_compat.building())
-            return super().compute_output_spec(*args, **kwargs)
-
-        def _symbolic_build(self, *args, **kwargs):
-            states.append(keras_compat.building())
-            return super()._symbolic_build(*args, **kwargs)
-
-    with recorded.scope():
-        model = Model([keras.layers.Dense(3)])
-        model.compile("sgd", CROSSENTROPY)
-    model.fit(dataset(*data(24)), verbose=0)
-    assert states
-    assert all(states)
-    assert not keras_compat.building()
-
-
 # --- Losses ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name",
@@ -308,6 +286,29 @@ def test_a_replicas_copy_is_not_cast_under_mixed_precision(two):
         layer.build((None, 2))
     two.run(lambda: layer(tf.ones((1, 2))))
     assert seen == [(tf.bfloat16, tf.float32, f"CPU:{replica}") for replica in range(2)]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_variables_with_copies_convert_to_numbers_and_arrays(two, inside):
+    with two.scope():
+        rate = keras.Variable(0.25, name="rate")
+        kernel = keras.Variable([[1.0, 2.0], [3.0, 4.0]])
+        count = keras.Variable(3, dtype="int64", aggregation="only_first_replica")
+        total = keras.metrics.Sum().total
+    assert all(len(two.experimental_local_results(v.value)) == 2 for v in (rate, kernel, total))
+    with two.scope() if inside else contextlib.nullcontext():
+        assert (float(rate), int(count), float(total)) == (0.25, 3, 0.0)
+        assert (float(rate.value), int(count.value), complex(rate.value)) == (0.25, 3, 0.25)
+        assert f"{rate}" == "<Variable path=rate, shape=(), dtype=float32, value=0.25>"
+        assert f"{float(rate):.3f} {rate.numpy():.3f}" == "0.250 0.250"
+        assert float(rate * 0.5) == float(0.5 * rate) == 0.125
+        assert float(+rate) == -float(-rate) == 0.25
+        assert int(count + 1) == 4
+        for array in (np.asarray(rate), np.asarray(rate.value)):
+            assert (array.shape, array.dtype, array) == ((), np.float32, 0.25)
+        np.testing.assert_array_equal(np.asarray(kernel.value, "int32"), [[1, 2], [3, 4]])
+        np.testing.assert_array_equal(kernel[0], [1, 2])
+        assert float(kernel[1, 0]) == 3.0
 
 
 def test_central_storage_keeps_what_replicas_change_by_themselves_apart():

@@ -238,6 +238,38 @@ def train_step_that_returns_metrics(strategy):
 
 
 @feature
+def model_without_call(strategy):
+    """Train layers that the step itself builds, by an optimizer that it builds."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            self.own = keras.optimizers.SGD(1.0)
+            self.once = Once()
+
+        @property
+        def metrics(self):
+            return [self.once]
+
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.layer(x))
+            weights = self.layer.trainable_weights
+            self.own.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            self.once.update_state(y, y)
+            return {"once": self.once.result()}
+
+    with strategy.scope():
+        model = Model()
+        model.compile()
+    history = model.fit(batches(), epochs=3, verbose=0).history
+    assert history["once"] == [ROWS] * 3, history
+    assert (weight(model), int(model.own.iterations)) == (-3 * STEPS, 3 * STEPS)
+
+
+@feature
 def train_step_with_keys_of_its_own(strategy):
     class Model(OwnStep):
         def returned(self, loss, y):

@@ -57,6 +57,26 @@ def test_unwatched_steps_run_many_at_a_time(one_device, calls):
     assert int(model.optimizer.iterations.numpy()) == 800
 
 
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage"])
+def test_callbacks_read_and_set_variables_as_with_one_replica(name):
+    read = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            optimizer = self.model.optimizer
+            kernel = self.model.layers[0].kernel
+            assert np.asarray(kernel[0]).shape == (3,)
+            np.testing.assert_array_equal(np.asarray(kernel.value), kernel.numpy())
+            read.append((float(optimizer.learning_rate), int(optimizer.iterations)))
+            optimizer.learning_rate = optimizer.learning_rate * 0.5
+
+    strategy = tfdist.make_strategy(name, devices="cpu:0" + ",cpu:1" * (name != "one_device"))
+    model = compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.5))
+    model.fit(*data(), batch_size=12, epochs=2, verbose=0, callbacks=[Reads()])
+    assert read == [(0.5, STEPS), (0.25, 2 * STEPS)]
+    assert (float(model.optimizer.learning_rate), int(model.optimizer.iterations)) == (0.125, 10)
+
+
 def test_a_callback_that_watches_batches_sees_each_step(mirrored, calls):
     x, y = data()
     watched, free = (compiled(mirrored, metrics=["accuracy"]) for _ in range(2))
