@@ -4,6 +4,7 @@ Each exists and does what tfdist expects. A failure after an upgrade says which 
 `keras_compat` to look after.
 """
 
+import contextlib
 import inspect
 import threading
 
@@ -522,3 +523,52 @@ def test_moving_averages_are_found():
     for _ in range(2):
         optimizer.apply([tf.ones([1])])
     np.testing.assert_allclose([v.numpy() for v in parallel.moving_averages(optimizer)], [[0.5]])
+
+
+# --- Data without a strategy ----------------------------------------------------------------------
+def test_keras_asks_the_default_strategy_for_its_data():
+    """Keras reads the data sets that a feed gives it, if the model has no strategy."""
+    asked = []
+
+    def feed(given):
+        asked.append(int(given.cardinality()))
+        return given.take(1)
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    rows = dataset(np.ones((6, 2)), np.ones((6, 1)), batch=2)
+    assert not keras_compat.has_strategy(model)
+    with keras_compat.fed_by(feed):
+        model.fit(rows, verbose=0)
+    assert asked == [3]
+    assert int(model.optimizer.iterations.numpy()) == 1
+    model.fit(rows, verbose=0)
+    assert asked == [3]
+    assert int(model.optimizer.iterations.numpy()) == 4
+
+
+def test_a_callback_runs_a_fit_that_has_no_engine(one_device):
+    ran = []
+
+    class Runs(keras.callbacks.Callback):
+        def run_fit(self, model, keras_fit, *args, **kwargs):
+            ran.append(model)
+            return keras_fit(model, *args, **kwargs)
+
+    rows = dataset(np.ones((4, 2)), np.ones((4, 1)), batch=2)
+    for scope in (one_device.scope(), contextlib.nullcontext()):
+        with scope:
+            model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        model.fit(rows, verbose=0, callbacks=[Runs()])
+    assert ran == [model]
+
+
+def test_counters_of_passes_are_found_through_other_data_sets():
+    numbers = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
+    other = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
+    made = tf.data.Dataset.zip(numbers.map(lambda x, y: x).prefetch(1), other.repeat(2))
+    found = keras_compat.pass_counters(made)
+    assert {id(counter) for counter in found} == {id(numbers.epochs), id(other.epochs)}
+    assert keras_compat.pass_counters(numbers.cache().prefetch(1)) == []
+    assert keras_compat.pass_counters(tf.data.Dataset.range(3)) == []

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.interrupts import Interrupts, Stop
 from tfdist.keras_compat.parallel import mask_of
 from tfdist.parallel import ShardedMLP, pipeline
 from tfdist.parallel.pipeline_parallel.layer_timing import seconds
@@ -778,34 +779,36 @@ def test_what_keras_offers(tmp_path):
     assert mask_of(staged(X)) is None
 
 
-class Interrupt(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
-            raise KeyboardInterrupt
+@pytest.mark.parametrize(("save_freq", "steps"), [("epoch", 8), (4, 11), (6, 7)])
+def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path, save_freq, steps):
+    """It is interrupted in the second epoch, whose order of examples is not that of the first."""
 
-
-def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
-    def train(*callbacks):
+    def train(directory, *callbacks):
         keras.utils.set_random_seed(7)
-        model = pipeline(dropping(), 2, microbatches=2)
-        model.compile(adam(), "mse")
-        return (
-            model,
-            lambda: (
-                model.fit(
-                    X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
-                ).history
-            ),
-        )
+        model = pipeline(dropping(), 2, microbatches=2, data=2, devices=FOUR)
+        model.compile(adam(), "mse", metrics=["mae"])
+        backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=save_freq)
+        try:
+            history = model.fit(
+                tfdist.data.pipeline((X, Y), 4, seed=1),
+                epochs=3,
+                verbose=0,
+                callbacks=[backup, *callbacks],
+            ).history
+        finally:
+            backup._finish()
+        return history, model
 
-    whole, fit = train()
-    expected = fit()
-    _, fit = train(tfdist.BackupAndRestore(tmp_path), Interrupt())
-    with pytest.raises(KeyboardInterrupt):
-        fit()
-    resumed, fit = train(tfdist.BackupAndRestore(tmp_path))
-    assert fit() == expected
-    for a, b in zip(whole.variables, resumed.variables, strict=True):
+    expected, whole = train("whole")
+    with pytest.raises(Stop):
+        train("cut", Interrupts(steps))
+    found, resumed = train("cut")
+    assert found == expected
+    for a, b in zip(
+        [*whole.variables, *whole.optimizer.variables],
+        [*resumed.variables, *resumed.optimizer.variables],
+        strict=True,
+    ):
         np.testing.assert_array_equal(b.numpy(), a.numpy(), err_msg=a.path)
 
 
