@@ -104,8 +104,8 @@ class FitWithoutStrategy(Hooks):
         return True
 
     def metric_totals(self, model: keras.Model) -> list:
-        """Return the values of `model.metrics_variables`."""
-        return state.each_value(model.metrics_variables)
+        """Return the values of `model.metrics_variables`, if `fit` can resume within an epoch."""
+        return [] if self._feed is None else state.each_value(model.metrics_variables)
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
         """Restore the values that `metric_totals` returned, at the next call of a step."""

@@ -153,8 +153,9 @@ class Feed:
         return untuned(dataset.prefetch(2))
 
     def __iter__(self) -> FeedIterator:
-        if self._last is None or not self._continues:
-            self._last = FeedIterator(self)
+        if not self._continues:
+            return FeedIterator(self)
+        self._last = self._last or FeedIterator(self)
         return self._last
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.interrupts import Interrupts, Stop
+from tfdist.backup import state
 from tfdist.keras_compat.parallel import mask_of
 from tfdist.parallel import ShardedMLP, pipeline
 from tfdist.parallel.pipeline_parallel.layer_timing import seconds
@@ -779,14 +780,16 @@ def test_what_keras_offers(tmp_path):
     assert mask_of(staged(X)) is None
 
 
-@pytest.mark.parametrize(("save_freq", "steps"), [("epoch", 8), (4, 11), (6, 7)])
-def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path, save_freq, steps):
+def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
     """It is interrupted in the second epoch, whose order of examples is not that of the first."""
+    keras.utils.set_random_seed(7)
+    model = pipeline(dropping(), 2, microbatches=2)
+    model.compile(adam(), "mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    first = state.of_model(model)
 
-    def train(directory, *callbacks):
-        keras.utils.set_random_seed(7)
-        model = pipeline(dropping(), 2, microbatches=2, data=2, devices=FOUR)
-        model.compile(adam(), "mse", metrics=["mae"])
+    def train(directory, save_freq, *callbacks):
+        state.into_model(first, model, "first")
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=save_freq)
         try:
             history = model.fit(
@@ -797,19 +800,16 @@ def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path, save_freq, ste
             ).history
         finally:
             backup._finish()
-        return history, model
+        return history, state.of_model(model).arrays
 
-    expected, whole = train("whole")
-    with pytest.raises(Stop):
-        train("cut", Interrupts(steps))
-    found, resumed = train("cut")
-    assert found == expected
-    for a, b in zip(
-        [*whole.variables, *whole.optimizer.variables],
-        [*resumed.variables, *resumed.optimizer.variables],
-        strict=True,
-    ):
-        np.testing.assert_array_equal(b.numpy(), a.numpy(), err_msg=a.path)
+    history, arrays = train("whole", "epoch")
+    for save_freq, steps in (("epoch", 8), (4, 11), (6, 7)):
+        with pytest.raises(Stop):
+            train(f"cut {save_freq}", save_freq, Interrupts(steps))
+        found, resumed = train(f"cut {save_freq}", save_freq)
+        assert found == history
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(resumed[name], array, err_msg=f"{save_freq} {name}")
 
 
 # --- Mistakes in training -------------------------------------------------------------------------
