@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -183,6 +184,8 @@ def _hook_model(name: str) -> None:
         if engine is not None:
             with model_building.running(name):
                 return getattr(engine, name)(self, keras_method, *args, **kwargs)
+        if name == "fit" and (runner := _runner_of_fit(self, keras_method, args, kwargs)):
+            return runner.run_fit(self, keras_method, *args, **kwargs)
         if (
             name in _FILES
             and (holder := holder_of(getattr(self, "optimizer", None), self.trainable_weights))
@@ -195,6 +198,55 @@ def _hook_model(name: str) -> None:
         return result
 
     setattr(keras.Model, name, method)
+
+
+def _runner_of_fit(model: keras.Model, keras_fit: Callable, args: tuple, kwargs: dict) -> Any:
+    """Return the first callback with a method `run_fit`, which runs a `fit` without an engine."""
+    callbacks = inspect.signature(keras_fit).bind(model, *args, **kwargs).arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return next((c for c in keras.tree.flatten(callbacks or []) if hasattr(c, "run_fit")), None)
+
+
+def has_strategy(model: keras.Model) -> bool:
+    """Return whether a model's methods run under a strategy, TensorFlow's or tfdist's."""
+    return tf.distribute.has_strategy() or (
+        model.distribute_strategy is not tf.distribute.get_strategy()
+    )
+
+
+@contextlib.contextmanager
+def fed_by(feed: Callable[[tf.data.Dataset], Any]) -> Iterator[None]:
+    """Make Keras read `feed(dataset)` instead of each data set, within the context.
+
+    This applies in this thread, to models that have no strategy.
+    """
+    _hook_default_strategy()
+    before = getattr(_state, "feed", None)
+    _state.feed = feed
+    try:
+        yield
+    finally:
+        _state.feed = before
+
+
+def _hook_default_strategy() -> None:
+    """Hook TensorFlow's default strategy, which Keras uses where there is no strategy.
+
+    Keras asks every strategy for the data set to iterate over.
+    """
+    strategy = tf.distribute.get_strategy()
+    if hasattr(strategy, "_tfdist_hooks"):
+        return
+    original = strategy.experimental_distribute_dataset
+
+    @functools.wraps(original)
+    def experimental_distribute_dataset(dataset, options=None):
+        feed = getattr(_state, "feed", None)
+        return original(dataset, options) if feed is None else feed(dataset)
+
+    strategy.experimental_distribute_dataset = experimental_distribute_dataset
+    strategy._tfdist_hooks = ("experimental_distribute_dataset",)
 
 
 def _wrap_step_function(model: keras.Model, name: str) -> None:
@@ -472,14 +524,40 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
 def held_bytes(dataset: tf.data.Dataset) -> int:
     """Return the bytes of the tensors that a data set holds, as one made of arrays does."""
     total = 0
-    datasets = [dataset]
-    while datasets:
-        each = datasets.pop()
-        datasets.extend(each._inputs())
+    for each in _with_inputs(dataset):
         captured = [x for f in each._functions() for x in f.function.captured_inputs]
         for x in [*getattr(each, "_tensors", ()), *captured]:
             total += (x.shape.num_elements() or 0) * x.dtype.size
     return total
+
+
+def pass_counters(dataset: tf.data.Dataset) -> list[Any]:
+    """Return the attributes `epochs` of a data set and of those it was made from.
+
+    Data pipelines of `tfdist.data` have this attribute, a counter of their passes. Those that are
+    read through a cache are left out: each pass reads what the first one has read.
+    """
+    found = {}
+    for each in _with_inputs(dataset, until=_counts_or_caches):
+        if (counter := getattr(each, "epochs", None)) is not None:
+            found[id(counter)] = counter
+    return list(found.values())
+
+
+def _counts_or_caches(dataset: tf.data.Dataset) -> bool:
+    return hasattr(dataset, "epochs") or "Cache" in type(dataset).__name__
+
+
+def _with_inputs(
+    dataset: tf.data.Dataset, until: Callable[[tf.data.Dataset], bool] = lambda _: False
+) -> Iterator[tf.data.Dataset]:
+    """Yield a data set and those it was made from; of those where `until` holds, no inputs."""
+    datasets = [dataset]
+    while datasets:
+        each = datasets.pop()
+        yield each
+        if not until(each):
+            datasets.extend(each._inputs())
 
 
 @contextlib.contextmanager

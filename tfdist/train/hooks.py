@@ -67,12 +67,30 @@ class Hooks:
         return keras_apply(optimizer, grads, variables)
 
     # --- Hooks for BackupAndRestore ---------------------------------------------------------------
+    def begin(self, model: keras.Model) -> None:
+        """Prepare a model's steps, after Keras has made its `train_function` for a `fit`."""
+
     def begins_within_epochs(self) -> bool:
         """Return whether `begin_at` is possible with the data of the running `fit`."""
         return False
 
-    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+    def data_position(self, epoch: int, step: int) -> list[int]:
+        """Return the position in the data of the running `fit` after a step of an epoch.
+
+        See `DataPosition.at`. The list is empty if it is unknown.
+        """
+        return []
+
+    def begin_at(
+        self, model: keras.Model, epoch: int, step: int, position: Sequence[int] = ()
+    ) -> bool:
         """Start the data of the beginning `fit` at a step, and count the steps before as done.
+
+        Args:
+            model: Model that is trained.
+            epoch: Epoch in which `fit` continues, from 0.
+            step: Number of steps of that epoch that are done.
+            position: What `data_position` returned for that step.
 
         Returns:
             Whether it is possible.

@@ -31,13 +31,13 @@ def build():
 
 
 class Kill(keras.callbacks.Callback):
-    """Kill a worker in the third epoch, when the snapshot of the first one is surely written."""
+    """Kill a worker in the third epoch, when the snapshot of its second step is surely written."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
-        if (self.epoch, batch, os.environ["TFDIST_ATTEMPT"]) == (2, 1, "0"):
+        if (self.epoch, batch, os.environ["TFDIST_ATTEMPT"]) == (2, 4, "0"):
             os.kill(int(pathlib.Path("worker:1.pid").read_text()), signal.SIGKILL)
 
 
@@ -47,7 +47,10 @@ def trained(model, epochs, *callbacks):
         on_epoch_end=lambda epoch, logs: print(f"{model.name} epoch {epoch + 1}", flush=True)
     )
     history = model.fit(
-        X, Y, batch_size=12, epochs=epochs, shuffle=False, verbose=0, callbacks=[say, *callbacks]
+        tfdist.data.pipeline((X, Y), 4, seed=1),
+        epochs=epochs,
+        verbose=0,
+        callbacks=[say, *callbacks],
     ).history
     return {
         **history,
@@ -64,7 +67,9 @@ staged = tfdist.parallel.pipeline(
     build(), 2, microbatches=2, data=len(devices) // 2, devices=devices
 )
 found = trained(
-    staged, epochs, *([tfdist.BackupAndRestore(sys.argv[3]), Kill()] if len(sys.argv) > 3 else [])
+    staged,
+    epochs,
+    *([tfdist.BackupAndRestore(sys.argv[3], save_freq=2), Kill()] if len(sys.argv) > 3 else []),
 )
 staged.save_weights(f"{sys.argv[1]}.weights.h5")
 places = sorted({v.value.device for v in [*staged.variables, *staged.optimizer.variables[2:]]})

@@ -590,3 +590,42 @@ def test_initial_values_are_broadcast_in_a_type_that_collectives_take(dtype):
     np.testing.assert_array_equal(received, value)
     assert sent[0].dtype in (tf.int32, tf.int64, tf.float32)
     assert contexts == [0]
+
+
+# --- Data without a strategy ----------------------------------------------------------------------
+def test_keras_asks_the_default_strategy_for_its_data():
+    """Keras reads the data sets that a feed gives it, if the model has no strategy."""
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
+    rows = dataset(np.ones((6, 2)), np.ones((6, 1)), batch=2)
+    assert not keras_compat.has_strategy(model)
+    with keras_compat.fed_by(lambda given: given.map(lambda x, y: (x, 2.0 * y))):
+        assert model.fit(rows, verbose=0).history["loss"] == [4.0]
+    assert model.fit(rows, verbose=0).history["loss"] == [1.0]
+
+
+def test_a_callback_runs_a_fit_that_has_no_engine(one_device):
+    ran = []
+
+    class Runs(keras.callbacks.Callback):
+        def run_fit(self, model, keras_fit, *args, **kwargs):
+            ran.append(model)
+            return keras_fit(model, *args, **kwargs)
+
+    rows = dataset(np.ones((4, 2)), np.ones((4, 1)), batch=2)
+    for scope in (one_device.scope(), contextlib.nullcontext()):
+        with scope:
+            model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        model.fit(rows, verbose=0, callbacks=[Runs()])
+    assert ran == [model]
+
+
+def test_counters_of_passes_are_found_through_other_data_sets():
+    numbers = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
+    other = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
+    made = tf.data.Dataset.zip(numbers.map(lambda x, y: x).prefetch(1), other.repeat(2))
+    found = keras_compat.pass_counters(made)
+    assert {id(counter) for counter in found} == {id(numbers.epochs), id(other.epochs)}
+    assert keras_compat.pass_counters(numbers.cache().prefetch(1)) == []
+    assert keras_compat.pass_counters(tf.data.Dataset.range(3)) == []

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -21,11 +21,12 @@ from absl import logging
 from tfdist.backup import result, state
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Store, StoredSnapshot
-from tfdist.keras_compat import engine_of, set_first_epoch
+from tfdist.keras_compat import engine_of, install, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.train.callbacks import log_files, sharded_snapshot
 from tfdist.train.health import preemption
-from tfdist.train.hooks import Hooks
+from tfdist.train.hooks import Hooks, bind
+from tfdist.train.without_strategy import FitWithoutStrategy
 
 _METRICS = "metrics/"
 _SYNC = "sync/"
@@ -41,7 +42,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     callbacks and the position in the data. If the data set is a `tfdist.data` data pipeline, no
     batch is read twice. Any other `tf.data` data set is read again up to that position, and must
     yield the same batches again. Callbacks are also called for the steps of the epoch that were
-    already done, without running those steps.
+    already done, without running those steps. All this holds with a synchronous strategy of tfdist
+    and without a strategy.
 
     Your own callbacks are saved if they define `get_state()`, which returns a JSON-serializable
     value, and `set_state(state)`. This callback runs after all others, wherever you list it, so
@@ -86,6 +88,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         )
         self.store = Store(backup_dir, max(keep, 2) if double_checkpoint else keep)
         self.writes = True
+        install()  # of `run_fit`, which Keras calls where no strategy of tfdist was made
+        self._engine_of_fit: Hooks | None = None
         self._callbacks: list[keras.callbacks.Callback] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._writing: concurrent.futures.Future | None = None
@@ -98,8 +102,44 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._replay_until = 0
         self._train_totals: list | None = None  # metric totals of the epoch that is being validated
 
+    def run_fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Run a `fit` of a model that has no engine; the hook on `keras.Model.fit` calls this.
+
+        Args:
+            model: Model that is trained.
+            keras_method: Keras' own `fit`.
+            *args: Positional arguments of `fit`.
+            **kwargs: Keyword arguments of `fit`.
+        """
+        sharded_snapshot.check(model)
+        call = bind(keras_method, model, args, kwargs)
+        given = call["callbacks"]
+        callbacks = in_order(
+            given.callbacks
+            if isinstance(given, keras.callbacks.CallbackList)
+            else keras.tree.flatten(given)
+        )
+        if isinstance(given, keras.callbacks.CallbackList):
+            given.callbacks[:] = callbacks
+        else:
+            call["kwargs"]["callbacks"] = callbacks
+        engine = FitWithoutStrategy(model, call, lambda: self._epoch)
+        with contextlib.ExitStack() as after:
+            after.callback(log_files.leave, callbacks)
+            for callback in callbacks:
+                if isinstance(callback, BackupAndRestore):
+                    after.callback(callback.release)
+                    after.callback(setattr, callback, "_engine_of_fit", None)
+                    callback.prepare(callbacks, True, call["initial_epoch"], engine)
+            with engine.running():
+                return keras_method(model, **call["kwargs"])
+
     def prepare(
-        self, callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        writes: bool,
+        first_epoch: int = 0,
+        engine: Hooks | None = None,
     ) -> None:
         """Read the snapshots and rewind the logs, before Keras starts a `fit`.
 
@@ -109,7 +149,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             callbacks: All callbacks of the fit. Their state is saved and restored.
             writes: Whether this process writes the snapshots.
             first_epoch: Epoch at which the fit starts if there is no snapshot.
+            engine: Engine of the fit. None: that of the model's strategy.
         """
+        self._engine_of_fit = engine
         self._callbacks = list(callbacks)
         self.writes = writes
         self._first_epoch = first_epoch
@@ -193,6 +235,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if not self._opened:
             self._open()
         self._opened = False
+        self._engine.begin(self.model)
         self.release()
         self._listening.enter_context(preemption.listening())
         self.store.on_write = self._engine.moment
@@ -328,7 +371,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     @property
     def _engine(self) -> Hooks:
-        return engine_of(self.model.distribute_strategy) or Hooks()
+        return engine_of(self.model.distribute_strategy) or self._engine_of_fit or Hooks()
 
     def _preempt(self) -> None:
         """Save the step that all workers have reached, then raise `Preempted`."""
@@ -385,6 +428,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "step": step,
             "steps": self.params.get("steps"),
             "a_call": self.model.steps_per_execution,
+            "data": self._engine.data_position(epoch, step),
             "history": history,
             "callbacks": state.of_callbacks(self._others()),
             "logs": log_files.sizes(self._callbacks),
@@ -499,13 +543,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         ] == self.params.get("epochs")
         set_first_epoch(self.model, snapshot.facts["stopped"] if stopped else epoch)
         self.model.stop_training = stopped
-        if self._engine.begin_at(self.model, epoch, step):
+        if self._engine.begin_at(self.model, epoch, step, snapshot.facts.get("data", ())):
             self._replay_until = step
         elif step:
             logging.warning(
                 "%s: the snapshot was saved after step %d of epoch %d. fit starts this epoch again "
-                "with the state of that step, because only a synchronous strategy of tfdist can "
-                "resume within an epoch.",
+                "with the state of that step, because parameter servers, strategies of TensorFlow "
+                "and data sets that TensorFlow distributed cannot resume within an epoch.",
                 self.backup_dir,
                 step,
                 epoch,
@@ -548,6 +592,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.model.history.history.update(
             {name: list(values) for name, values in history["values"].items()}
         )
+
+
+def in_order(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Return callbacks in the order in which they run.
+
+    BackupAndRestore comes after all others of the user, and Keras' own, which read the logs, last.
+    """
+    keras_own = keras.callbacks.History | keras.callbacks.ProgbarLogger
+    return sorted(
+        callbacks, key=lambda c: 2 if isinstance(c, keras_own) else isinstance(c, BackupAndRestore)
+    )
 
 
 def _describe(numbers: Sequence[float]) -> str:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.keras_compat import held_bytes
+from tfdist.train.data_position import DataPosition
 from tfdist.train.synchronous.feed import symbolic
 
 # Most bytes of arrays that a data set may hold: sending more to every worker takes longer than
@@ -52,6 +54,8 @@ class Stream:
         by_workers: Whether workers may read the data set; False if the coordinator must.
         symbolic_first: Whether Keras' first `next()` only asks for shapes.
         seed: Seed of the random operations that have no seed of their own; None: a random one.
+        position: Position in the data set. None: that of passes over the data.
+        epoch: Function that returns Keras' current epoch.
     """
 
     def __init__(
@@ -61,7 +65,11 @@ class Stream:
         by_workers: bool,
         symbolic_first: bool,
         seed: int | None,
+        position: DataPosition | None = None,
+        epoch: Callable[[], int] = lambda: 0,
     ):
+        self.position = position or DataPosition(dataset)
+        self._epoch_of_fit = epoch
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self._host = host
@@ -85,12 +93,14 @@ class Stream:
         return Pass(self)
 
     def local(self):
-        """Return an iterator on the coordinator."""
+        """Return an iterator on the coordinator for the next pass."""
+        self.position.begin_pass(self._epoch_of_fit())
         with tf.device(self._host):
             return iter(self._dataset)
 
     def graph(self) -> bytes:
         """Return the serialized graph from which workers make their iterators for the next pass."""
+        self.position.begin_pass(self._epoch_of_fit())
         self._passes += 1
         if self._epochs is not None and (epoch := self._epochs.take()) != self._epoch:
             self._graph = self._graph_of(epoch)

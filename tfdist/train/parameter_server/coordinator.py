@@ -6,7 +6,7 @@ The coordinator dispatches the steps and runs none itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdist.keras_compat import global_seed
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.callbacks.saving import backing
+from tfdist.train.data_position import DataPosition
 from tfdist.train.health.heartbeat import Heartbeat, length
 from tfdist.train.hooks import Hooks, bind, check_optimizer, check_stateful, fewest
 from tfdist.train.parameter_server.batch_stream import Stream
@@ -50,6 +51,8 @@ class Coordinator(Hooks):
         self._by_workers = False
         self._active: RemoteRunner | None = None
         self._watches: dict[str, StepMonitoring] = {}
+        self._training_stream: Stream | None = None  # of the running fit
+        self._steps_per_epoch: int | None = None  # None unless given
         self.heartbeat = Heartbeat(is_chief=True)
         strategy.tfdist_engine = self
 
@@ -61,6 +64,8 @@ class Coordinator(Hooks):
         self._check(model)
         callbacks = backups_last(call["kwargs"])
         steps = fewest(call["steps_per_epoch"], keras.config.max_steps_per_epoch())
+        self._training_stream = None
+        self._steps_per_epoch = steps
         self._watches = {
             "fit": StepMonitoring(needs_single_steps(callbacks, "train"), steps=steps),
             "evaluate": StepMonitoring(
@@ -170,12 +175,22 @@ class Coordinator(Hooks):
         with ticket(optimizer):
             return keras_apply(optimizer, grads, variables)
 
-    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+    def data_position(self, epoch: int, step: int) -> list[int]:
+        """Return the position in the data after a step; see `Hooks.data_position`."""
+        stream = self._training_stream
+        return [] if stream is None else stream.position.at(epoch, step)
+
+    def begin_at(
+        self, model: keras.Model, epoch: int, step: int, position: Sequence[int] = ()
+    ) -> bool:
         """Return False: training can resume only at the beginning of an epoch.
 
-        The steps that workers have done within an epoch have no order.
+        The steps that workers have done within an epoch have no order. The epochs keep their order
+        of examples.
         """
         self.heartbeat.epoch = epoch
+        if self._training_stream is not None:
+            self._training_stream.position.go_to(epoch, 0, position)
         return False
 
     def metric_totals(self, model: keras.Model) -> list:
@@ -191,9 +206,18 @@ class Coordinator(Hooks):
 
     def feed(self, dataset: tf.data.Dataset) -> Stream:
         """Return the iterable that Keras reads instead of a data set."""
+        trains = self._kind == "fit" and self._training_stream is None
         stream = Stream(
-            dataset, self._host, self._by_workers, self._kind != "predict", global_seed()
+            dataset,
+            self._host,
+            self._by_workers,
+            self._kind != "predict",
+            global_seed(),
+            DataPosition(dataset, self._steps_per_epoch) if trains else None,
+            lambda: self.heartbeat.epoch,
         )
+        if trains:
+            self._training_stream = stream
         if self._reading == "workers" and self._by_workers and not stream.by_workers:
             raise ValueError(
                 'reading="workers": the workers cannot read this data set, because it holds Python '

@@ -23,6 +23,7 @@ from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.sync import Gradients, LocalSGD, Policy
 from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.train.callbacks.saving import backing, same_on_workers
+from tfdist.train.data_position import DataPosition
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
@@ -84,7 +85,8 @@ class Engine(Hooks):
         self._kind: str | None = None
         self._watches: dict[str, StepMonitoring] = {}
         self._training_feed: Feed | None = None  # of the running fit
-        self._steps_per_epoch: int | None = None
+        self._steps_per_epoch: int | None = None  # None unless given
+        self._steps_per_execution = 1
         self._steps_of_fit: range | None = None  # None unless the steps per epoch are given
         self._recorder: Recorder | None = None  # of the running fit, if its steps are measured
         self.heartbeat = Heartbeat(placement.is_chief)
@@ -113,7 +115,6 @@ class Engine(Hooks):
             return self._fit(model, keras_method, call, callbacks)
 
     def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
-        self._steps_per_epoch = call["steps_per_epoch"]
         self._training_feed = None
         expected_equal = {
             "epochs": call["epochs"],
@@ -140,6 +141,8 @@ class Engine(Hooks):
             "evaluate": StepMonitoring(exact_test, False, call["validation_steps"], saves),
         }
         steps = self._watches["fit"].steps or 0
+        self._steps_per_epoch = self._watches["fit"].steps
+        self._steps_per_execution = model.steps_per_execution
         per_epoch = -(-steps // model.steps_per_execution) * model.steps_per_execution
         self._steps_of_fit = (
             range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
@@ -310,13 +313,18 @@ class Engine(Hooks):
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
         """Return the `Feed` that Keras iterates over instead of `dataset`."""
-        steps = self._steps_of_fit if self._kind == "fit" else None
-        feed = Feed(
-            dataset, self.placement, self.host, symbolic_first=self._kind != "predict", steps=steps
+        if self._kind != "fit" or self._training_feed is not None:
+            return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+        self._training_feed = Feed(
+            dataset,
+            self.placement,
+            self.host,
+            symbolic_first=True,
+            steps=self._steps_of_fit,
+            position=DataPosition(dataset, self._steps_per_epoch, self._steps_per_execution),
+            epoch=lambda: self.heartbeat.epoch,
         )
-        if self._kind == "fit" and self._training_feed is None:
-            self._training_feed = feed
-        return feed
+        return self._training_feed
 
     # --- Hooks for BackupAndRestore ---------------------------------------------------------------
     def begins_within_epochs(self) -> bool:
@@ -325,19 +333,17 @@ class Engine(Hooks):
         # such data in the middle of an epoch.
         return self._training_feed is not None
 
-    def begin_at(self, model: keras.Model, epoch: int, step: int) -> bool:
+    def data_position(self, epoch: int, step: int) -> list[int]:
+        """Return the position in the data after a step; see `Hooks.data_position`."""
+        return [] if self._training_feed is None else self._training_feed.position.at(epoch, step)
+
+    def begin_at(
+        self, model: keras.Model, epoch: int, step: int, position: Sequence[int] = ()
+    ) -> bool:
         """Start the running `fit` at a step of an epoch; see `Hooks.begin_at`."""
         if self._training_feed is None:
             return False
-        if step and not self._training_feed.ordered:
-            log.warning(
-                "fit resumes after step %d of epoch %d with data that tfdist.data.pipeline did "
-                "not make. The data must give the same batches in each pass. If they are "
-                "reshuffled in each pass, as arrays are unless you pass shuffle=False, some "
-                "examples of this epoch are trained twice and others are skipped.",
-                step, epoch + 1,
-            )  # fmt: skip
-        self._training_feed.begin_at(epoch, step, self._steps_per_epoch)
+        self._training_feed.begin_at(epoch, step, position)
         model.train_function.begin_at(epoch, step)
         return True
 

@@ -9,7 +9,8 @@ along, and the loop compares it between the workers. No batch is read before tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -18,6 +19,9 @@ from tfdist.data.autotune import untuned
 from tfdist.data.batch_rows import count_rows, cut, plain
 from tfdist.data.order import rows_of_replicas
 from tfdist.parallel.placement import Placement
+from tfdist.train.data_position import DataPosition
+
+log = logging.getLogger("tfdist")
 
 
 class Batch(NamedTuple):
@@ -43,61 +47,80 @@ class Feed:
     Args:
         dataset: Data set of global batches.
         placement: Position of this process, which selects its rows.
-        host: Name of this process' CPU device, where batches are made.
+        host: Name of this process' CPU device, where batches are made. None: TensorFlow's choice.
         symbolic_first: Whether Keras' first `next()` is the one that builds the model from shapes
             alone. That call gets the element spec. So no batch is lost, and an uneven batch cannot
             disturb building.
-        steps: Steps that are trained on an endless data set, counted from the start of the run;
-            None if unknown. Reading beyond the last one could begin another pass, on some workers
-            and not on others. The next `fit` would then start at different passes.
+        steps: Steps that are trained, counted from the start of epoch 0; None if unknown. An
+            endless data set is not read beyond the last one. That could begin another pass, on some
+            workers and not on others, and the next `fit` would then start at different passes.
+        position: Position in the data set. None: that of passes over the data.
+        epoch: Function that returns Keras' current epoch.
     """
 
     def __init__(
         self,
         dataset: tf.data.Dataset,
         placement: Placement,
-        host: str,
+        host: str | None,
         symbolic_first: bool,
         steps: range | None = None,
+        position: DataPosition | None = None,
+        epoch: Callable[[], int] = lambda: 0,
     ):
+        self.position = position or DataPosition(dataset)
+        self.epoch = epoch
         self.placement = placement
         self.host = host
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
         self._source = dataset
-        self._steps = steps if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY else None
+        self._steps = steps
+        self._endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
         self._first: tf.data.Dataset | None = None
-        with tf.device(host):
-            self.dataset = self._of(dataset, 0)
+        self._continues = False  # whether one iterator yields this pass and all that follow
+        self._last: FeedIterator | None = None
+        with tf.device(self.host):
+            self.dataset = self._of(
+                dataset, 0, len(steps) if steps is not None and self._endless else None
+            )
 
-    def begin_at(self, epoch: int, step: int, steps_per_epoch: int | None = None) -> None:
+    def begin_at(self, epoch: int, step: int, position: Sequence[int] = ()) -> None:
         """Start the next pass in the middle of the data.
 
         Args:
-            epoch: Index of the epoch, from 0.
-            step: Number of its batches to skip.
-            steps_per_epoch: Batches of an epoch, where an epoch is not one pass over the data.
+            epoch: Epoch of Keras in which `fit` continues, from 0.
+            step: Number of steps of that epoch that are done.
+            position: Position that `position.at` returned for that step.
         """
-        skipped = step + epoch * steps_per_epoch if steps_per_epoch else step
-        epochs = getattr(self._source, "epochs", None)
-        length = int(self._source.cardinality())
-        if epochs is not None and length > 0 and (steps_per_epoch or skipped >= length):
-            # An epoch whose steps are all done reads nothing, so the next pass is the next epoch's.
-            passes, skipped = divmod(skipped, length)
-            epoch = passes if steps_per_epoch else epoch + passes
-        elif length > 0 and skipped == length and not steps_per_epoch:
-            skipped = 0
-        if epochs is not None:
-            epochs.next = epoch
-        if skipped:
-            with tf.device(self.host):
-                self._first = self._of(self._source, skipped)
+        if step and not self.ordered:
+            log.warning(
+                "fit resumes after step %d of epoch %d with data that tfdist.data.pipeline did "
+                "not make. The data must give the same batches in each pass. If they are "
+                "reshuffled in each pass, as arrays are unless you pass shuffle=False, some "
+                "examples of this epoch are trained twice and others are skipped.",
+                step, epoch + 1,
+            )  # fmt: skip
+        done = self.position.go_to(epoch, step, position)
+        if not done:
+            return
+        self._continues = self.position.continuous
+        self._last = None
+        most = None
+        if self._steps is not None and (self._endless or self._continues):
+            most = self._steps.stop - self.position.batches_before(epoch, step)
+        with tf.device(self.host):
+            self._first = self.position.rest(
+                self._source, done, lambda dataset, skipped: self._of(dataset, skipped, most)
+            )
+            if self._first is not None and most is not None:
+                self._first = self._first.take(most)
 
     @property
     def ordered(self) -> bool:
-        """Return whether the epoch's index determines the order of its examples."""
-        return hasattr(self._source, "of_epoch")
+        """Return whether data pipelines of `tfdist.data` determine the order of the examples."""
+        return self.position.ordered
 
     def next_pass(self) -> tf.data.Dataset:
         """Return the data set for a new pass."""
@@ -105,22 +128,23 @@ class Feed:
         self._first = None
         return first or self.dataset
 
-    def _of(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
-        """Return this worker's rows of the batches after the skipped ones."""
+    def _of(self, dataset: tf.data.Dataset, skipped: int, most: int | None) -> tf.data.Dataset:
+        """Return this worker's rows of the batches after the skipped ones.
+
+        Args:
+            dataset: Data set of global batches.
+            skipped: Number of batches to skip.
+            most: Number of batches to read at most. This limit comes before any `map`, because
+                tf.data runs ahead in those too.
+        """
         placement = self.placement
         if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
             compared = placement.workers > 1
-            dataset = self._bounded(shares, skipped).map(
+            dataset = limited(shares, most).map(
                 plain(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
             )
         else:
-            if skipped:
-                dataset = (
-                    dataset.of_epoch(None, skipped)
-                    if hasattr(dataset, "of_epoch")
-                    else dataset.skip(skipped)
-                )
-            dataset = self._bounded(dataset, skipped)
+            dataset = limited(after(dataset, skipped), most)
             element = _element_of(dataset)
             if placement.replicas > 1:
                 dataset = dataset.map(plain(lambda *x: _worker_batch(element(x), placement)))
@@ -128,17 +152,11 @@ class Feed:
                 dataset = dataset.map(plain(lambda *x: Batch(element(x))))
         return untuned(dataset.prefetch(2))
 
-    def _bounded(self, dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
-        """Limit the data to the steps that are trained.
-
-        This comes before any `map`, because tf.data runs ahead in those too.
-        """
-        if self._steps is None:
-            return dataset
-        return dataset.take(max(0, self._steps.stop - (skipped or self._steps.start)))
-
     def __iter__(self) -> FeedIterator:
-        return FeedIterator(self)
+        if not self._continues:
+            return FeedIterator(self)
+        self._last = self._last or FeedIterator(self)
+        return self._last
 
 
 class FeedIterator:
@@ -153,6 +171,7 @@ class FeedIterator:
     def iterator(self):
         """Return the tf.data iterator of this pass, from which a graph may draw batches."""
         if self._iterator is None:
+            self.feed.position.begin_pass(self.feed.epoch())
             with tf.device(self.feed.host):
                 self._iterator = iter(self._pass)
         return self._iterator
@@ -164,6 +183,20 @@ class FeedIterator:
         if self.feed.symbolic_first and self._iterator is None:
             return symbolic(self.feed.element_spec)
         return next(self.iterator)
+
+
+def after(dataset: tf.data.Dataset, skipped: int) -> tf.data.Dataset:
+    """Return a data set without its first batches; a data pipeline does not read them."""
+    if not skipped:
+        return dataset
+    if hasattr(dataset, "of_epoch"):
+        return dataset.of_epoch(None, skipped)
+    return dataset.skip(skipped)
+
+
+def limited(dataset: tf.data.Dataset, most: int | None) -> tf.data.Dataset:
+    """Return a data set of at most so many elements; None sets no limit."""
+    return dataset if most is None else dataset.take(max(0, most))
 
 
 def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:

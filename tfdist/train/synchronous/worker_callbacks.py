@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import profiles
-from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
+from tfdist.train.callbacks.backup_and_restore import BackupAndRestore, in_order
 from tfdist.train.callbacks.metrics_log import Log
 from tfdist.train.callbacks.tensorboard import TensorBoard
 
@@ -80,18 +80,12 @@ def backups_last(kwargs: dict) -> list[keras.callbacks.Callback]:
         The callbacks.
     """
     callbacks = kwargs.get("callbacks")
-    ordered = sorted(listed(callbacks), key=_order)
+    ordered = in_order(listed(callbacks))
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.callbacks[:] = ordered
     elif ordered:
         kwargs["callbacks"] = ordered
     return list(ordered)
-
-
-def _order(callback) -> int:
-    if isinstance(callback, keras.callbacks.History | keras.callbacks.ProgbarLogger):
-        return 2
-    return isinstance(callback, BackupAndRestore)
 
 
 def make_directories(callbacks: Iterable[keras.callbacks.Callback]) -> None:

@@ -432,3 +432,40 @@ def tensorflow_checkpoints(strategy):
         path
     ).assert_existing_objects_matched()
     assert (weight(other), int(other.optimizer.iterations.numpy())) == (-2 * STEPS, 2 * STEPS)
+
+
+@feature
+def order_of_a_data_pipeline_after_a_resume(strategy):
+    """Which examples an epoch drops shows whose order of examples it has."""
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def pipeline():
+        return tfdist.data.pipeline(numbered(), BATCH, seed=1, tail="drop")
+
+    def mean_label(y_true, y_pred):
+        return y_true + 0.0 * y_pred
+
+    dropped = [
+        np.mean([y for _, y in pipeline().of_epoch(epoch).as_numpy_iterator()])
+        for epoch in range(4)
+    ]
+    assert len(set(dropped)) == 4
+    for make in (pipeline, lambda: pipeline().map(lambda x, y: (2.0 * x, y))):  # workers, chief
+        directory = tempfile.mkdtemp()
+
+        def fit(callback, make=make, directory=directory):
+            model = compiled(strategy, one_weight, sgd(0.0), mean_label, metrics=[])
+            saves = tfdist.BackupAndRestore(directory)
+            try:
+                return model.fit(make(), epochs=4, verbose=0, callbacks=[saves, callback]).history[
+                    "loss"
+                ]
+            finally:
+                saves._finish()
+
+        raises(KeyboardInterrupt, "", fit, Interrupt())
+        same(fit(keras.callbacks.Callback()), dropped, 1e-5)

@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.interrupts import Interrupts, Stop
+from tfdist.backup import state
 from tfdist.keras_compat.parallel import mask_of
 from tfdist.parallel import ShardedMLP, pipeline
 from tfdist.parallel.pipeline_parallel.layer_timing import seconds
@@ -778,35 +780,36 @@ def test_what_keras_offers(tmp_path):
     assert mask_of(staged(X)) is None
 
 
-class Interrupt(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
-            raise KeyboardInterrupt
-
-
 def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
-    def train(*callbacks):
-        keras.utils.set_random_seed(7)
-        model = pipeline(dropping(), 2, microbatches=2)
-        model.compile(adam(), "mse")
-        return (
-            model,
-            lambda: (
-                model.fit(
-                    X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
-                ).history
-            ),
-        )
+    """It is interrupted in the second epoch, whose order of examples is not that of the first."""
+    keras.utils.set_random_seed(7)
+    model = pipeline(dropping(), 2, microbatches=2)
+    model.compile(adam(), "mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    first = state.of_model(model)
 
-    whole, fit = train()
-    expected = fit()
-    _, fit = train(tfdist.BackupAndRestore(tmp_path), Interrupt())
-    with pytest.raises(KeyboardInterrupt):
-        fit()
-    resumed, fit = train(tfdist.BackupAndRestore(tmp_path))
-    assert fit() == expected
-    for a, b in zip(whole.variables, resumed.variables, strict=True):
-        np.testing.assert_array_equal(b.numpy(), a.numpy(), err_msg=a.path)
+    def train(directory, save_freq, *callbacks):
+        state.into_model(first, model, "first")
+        backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=save_freq)
+        try:
+            history = model.fit(
+                tfdist.data.pipeline((X, Y), 4, seed=1),
+                epochs=3,
+                verbose=0,
+                callbacks=[backup, *callbacks],
+            ).history
+        finally:
+            backup._finish()
+        return history, state.of_model(model).arrays
+
+    history, arrays = train("whole", "epoch")
+    for save_freq, steps in (("epoch", 8), (4, 11), (6, 7)):
+        with pytest.raises(Stop):
+            train(f"cut {save_freq}", save_freq, Interrupts(steps))
+        found, resumed = train(f"cut {save_freq}", save_freq)
+        assert found == history
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(resumed[name], array, err_msg=f"{save_freq} {name}")
 
 
 # --- Mistakes in training -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import signal
 import time
 
 import keras
@@ -14,6 +15,7 @@ import tfdist
 from tfdist import data
 from tfdist.backup import state
 from tfdist.backup.store import Store
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE
 
 EXAMPLES = 50
 BATCH = 8
@@ -56,6 +58,12 @@ def strategy(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(scope="module")
+def no_strategy():
+    """Return TensorFlow's default strategy, of models that are made outside of any scope."""
+    return tf.distribute.get_strategy()
+
+
 DATA = {
     "pipeline": lambda: data.pipeline((X, Y), BATCH, seed=2),
     "tf.data": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH),
@@ -85,6 +93,7 @@ def model_of(strategy, seed, steps_per_execution=1):
                 "mse",
                 metrics=["mae"],
                 steps_per_execution=steps_per_execution,
+                jit_compile=False,
             )
             model.optimizer.build(model.trainable_variables)
         MODELS[key] = strategy, model, state.of_model(model)
@@ -179,6 +188,8 @@ def undisturbed(tmp_path_factory):
         ("mirrored", "pipeline", [(0, 3), (1, 0), (1, STEPS)]),
         ("one_device", "tf.data", [(0, 3)]),
         ("mirrored", "tf.data", [(1, STEPS)]),
+        ("no_strategy", "pipeline", [(0, 3), (1, STEPS), (2, 1)]),
+        ("no_strategy", "tf.data", [(1, 3)]),
     ],
     indirect=["strategy"],
 )
@@ -189,6 +200,17 @@ def test_resumed_fit_equals_an_uninterrupted_one(strategy, undisturbed, tmp_path
         assert not train(strategy, tmp_path, kind, interrupt, seed=next(seeds))["ended"]
     same(train(strategy, tmp_path, kind, seed=next(seeds)), undisturbed(strategy, kind))
     assert not tmp_path.exists()
+
+
+def test_sigterm_saves_the_step_without_a_strategy(no_strategy, undisturbed, tmp_path):
+    ask = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch == 2 and os.kill(os.getpid(), signal.SIGTERM)
+    )
+    with pytest.raises(SystemExit) as caught:
+        train(no_strategy, tmp_path, save_freq="epoch", callbacks=lambda saves: [saves, ask])
+    assert caught.value.code == PREEMPTED_CODE
+    assert Store(tmp_path).newest().snapshot.facts["step"] == 3
+    same(train(no_strategy, tmp_path, save_freq="epoch", seed=5), undisturbed(no_strategy))
 
 
 def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path):
@@ -235,7 +257,13 @@ def test_training_interrupted_several_times_resumes(one_device, undisturbed, tmp
 
 @pytest.mark.parametrize(
     ("strategy", "save_freq", "steps_per_execution"),
-    [("one_device", "epoch", 1), ("mirrored", "0.001s", 1), ("one_device", 5, 3)],
+    [
+        ("one_device", "epoch", 1),
+        ("mirrored", "0.001s", 1),
+        ("one_device", 5, 3),
+        ("no_strategy", "epoch", 1),
+        ("no_strategy", 5, 3),
+    ],
     indirect=["strategy"],
 )
 def test_fit_resumes_for_any_save_frequency(
