@@ -33,6 +33,7 @@ from tfdist.keras_compat import model_building, scopes
 # (model, keras_method, *args, **kwargs).
 MODEL_HOOKS = (
     *(
+        "compile",
         "fit",
         "evaluate",
         "predict",

@@ -44,6 +44,17 @@ class Hooks:
     heartbeat: Heartbeat | None = None
     watchdog = Watchdog()
 
+    def compile(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> None:
+        """Run `keras.Model.compile` in the scope of the model's strategy.
+
+        There it makes the optimizer that a name stands for, and the trackers of losses.
+        """
+        if tf.distribute.has_strategy():
+            keras_method(model, *args, **kwargs)
+        else:
+            with model.distribute_strategy.scope():
+                keras_method(model, *args, **kwargs)
+
     fit = _as_keras
     evaluate = _as_keras
     predict = _as_keras

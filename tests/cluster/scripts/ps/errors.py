@@ -28,7 +28,6 @@ def error_compiled_outside_of_the_scope(strategy):
     with strategy.scope():
         model = mlp()
     for optimizer in (
-        "adam",
         keras.optimizers.SGD(),
         keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
     ):

@@ -436,6 +436,19 @@ def test_rows_that_depend_on_each_other_are_gathered(one_device, mirrored):
     assert ones[0]["loss"][1] < ones[0]["loss"][0]
 
 
+def test_compile_outside_of_the_scope_is_compile_inside(mirrored):
+    def trained(inside):
+        with mirrored.scope():
+            model = mlp()
+            if inside:
+                model.compile("adam", "mse", metrics=["mae"])
+        if not inside:
+            model.compile("adam", "mse", metrics=["mae"])
+        return model.fit(*data(), batch_size=16, shuffle=False, verbose=0).history, []
+
+    check_equal(trained(True), trained(False))
+
+
 def test_a_metric_that_is_made_outside_of_the_scope_is_named(mirrored):
     metric = Largest()
     with mirrored.scope():
