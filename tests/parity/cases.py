@@ -470,6 +470,36 @@ def last_batch_leaves_replicas_empty(strategy):
     )
 
 
+@case
+def last_batch_leaves_convolutions_empty(strategy):
+    """Train with one row for two or three replicas, whose convolutions then have none."""
+
+    def model():
+        k = keras.layers
+        inputs = keras.Input((2, 6, 6, 2))
+        images = k.Reshape((6, 6, 4))(inputs)
+        return keras.Model(
+            inputs,
+            k.Dense(3)(
+                k.Concatenate()(
+                    [
+                        k.Flatten()(k.TimeDistributed(k.Conv2D(2, 3))(inputs)),
+                        k.Flatten()(k.ConvLSTM2D(2, 3)(inputs)),
+                        k.Flatten()(k.AveragePooling3D((1, 2, 2))(k.Conv3D(2, 2)(inputs))),
+                        k.Flatten()(k.Conv1D(2, 3)(k.Reshape((36, 4))(inputs))),
+                        k.Flatten()(k.AveragePooling2D(2)(k.SeparableConv2D(3, 3)(images))),
+                        k.Flatten()(k.Conv2DTranspose(2, 2)(k.MaxPooling2D()(images))),
+                    ]
+                )
+            ),
+        )
+
+    rng = np.random.default_rng(6)
+    rows = GLOBAL_BATCH + 1
+    train = dataset(rng.normal(size=(rows, 2, 6, 6, 2)).astype("float32"), rng.integers(0, 3, rows))
+    return simple(strategy, "sgd", train, model, validation_data=train)
+
+
 # --- Optimizers -----------------------------------------------------------------------------------
 @case
 def clip_by_norm(strategy):

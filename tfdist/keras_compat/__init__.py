@@ -28,6 +28,7 @@ from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
 
 from tfdist.keras_compat import model_building, scopes
+from tfdist.keras_compat.empty_batches import hook_operations
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
@@ -92,8 +93,18 @@ def install() -> None:
         _hook_loss(name)
     _hook_mean()
     _add_conversions(_distribute_values.DistributedVariable)
+    hook_operations(_has_replicas_on_cpus)
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
     scopes.keep_in_clear_session()
+
+
+def _has_replicas_on_cpus() -> bool:
+    """Return whether the current strategy is one of tfdist with several replicas on CPUs."""
+    strategy = tf.distribute.get_strategy()
+    if engine_of(strategy) is None or strategy.num_replicas_in_sync == 1:
+        return False
+    device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
+    return device.device_type == "CPU"
 
 
 def _add_conversions(cls: Any) -> None:
