@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import copies
 from tfdist.keras_compat.parallel import mask_of, set_mask
-from tfdist.parallel.replica_weight import Weight, step_weight, weighted
+from tfdist.parallel.replica_weight import step_weight, weighted
 from tfdist.train.metric_calls import adds_up
 from tfdist.train.synchronous.gradient_sum import leave_loop
 
@@ -34,27 +34,20 @@ def all_gather_rows(x: Any) -> Any:
     if context is None or context.num_replicas_in_sync == 1 or isinstance(x, keras.KerasTensor):
         return x
     x = tf.convert_to_tensor(x)
-    weight = step_weight()
-    if weight is not None:
-        # Each replica's loss is that of all rows, so that the gradients of a row add up to as many
-        # times the right one as there are replicas; then the row's replica weighs them.
-        x = _with_gradient_times(x, 1.0 / context.num_replicas_in_sync, weight)
     if x.shape[0] is None:
         leave_loop()
-    return context.all_gather(x, axis=0)
+    weight = step_weight()
+    if weight is None:
+        return context.all_gather(x, axis=0)
+    # The gradient of a row is the sum over the replicas' losses, which count by their weights. What
+    # flows on to the row's own replica gets that replica's weight later.
+    own = _with_gradient(x, lambda dy: tf.math.divide_no_nan(dy, tf.cast(weight, dy.dtype)))
+    return _with_gradient(context.all_gather(own, axis=0), lambda dy: weighted([dy], weight)[0])
 
 
-def _with_gradient_times(x: tf.Tensor, factor: float, weight: Weight) -> tf.Tensor:
-    """Return a tensor whose gradient is multiplied by `factor / weight`; 0 for the weight 0."""
-
-    @tf.custom_gradient
-    def identity(x):
-        def grad(dy):
-            return tf.math.divide_no_nan(dy * tf.cast(factor, dy.dtype), tf.cast(weight, dy.dtype))
-
-        return tf.identity(x), grad
-
-    return identity(x)
+def _with_gradient(x: tf.Tensor, function: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """Return a tensor whose gradient passes through a function."""
+    return tf.custom_gradient(lambda x: (tf.identity(x), function))(x)
 
 
 def update_metric(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
