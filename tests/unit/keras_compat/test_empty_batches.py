@@ -54,6 +54,14 @@ def results(strategy, shape, kernel, operation, rows):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_batches_with_rows_are_computed_as_without_the_hook(name, one_device, mirrored):
+    for value, expected in zip(
+        results(mirrored, *CASES[name], 3), results(one_device, *CASES[name], 3), strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_batch_without_rows_has_the_right_shape_and_gradients_of_zero(name, mirrored):
     expected = results(mirrored, *CASES[name], 3)
     y, of_x, of_kernel = results(mirrored, *CASES[name], 0)
@@ -61,14 +69,6 @@ def test_a_batch_without_rows_has_the_right_shape_and_gradients_of_zero(name, mi
     assert of_x.shape == (0, *expected[1].shape[1:])
     np.testing.assert_array_equal(of_kernel, np.zeros_like(expected[2]))
     assert np.abs(expected[2]).max() > 0
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_batches_with_rows_are_computed_as_without_the_hook(name, mirrored, one_device):
-    for value, expected in zip(
-        results(mirrored, *CASES[name], 3), results(one_device, *CASES[name], 3), strict=True
-    ):
-        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_several_replicas_on_cpus_have_the_additional_operations(mirrored, one_device):
