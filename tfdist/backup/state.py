@@ -47,7 +47,7 @@ def of_model(
     """Return the state of a model and its optimizer.
 
     This is the weights, moving statistics and seeds of the model, and the slots, iterations,
-    learning rate and loss scale of the optimizer.
+    learning rate and loss scale of the optimizer, or optimizers.
 
     Args:
         model: Built model. Its optimizer is built too, if it has one.
@@ -273,9 +273,15 @@ def _plain(value: Any) -> Any:
 
 
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:
-    optimizer = model.optimizer.variables if getattr(model, "optimizer", None) is not None else []
-    both = zip(_KINDS, (model.variables, optimizer), strict=True)
+    of_optimizers = [v for optimizer in _optimizers(model) for v in optimizer.variables]
+    both = zip(_KINDS, (model.variables, of_optimizers), strict=True)
     return {f"{kind}/{i}": v for kind, variables in both for i, v in enumerate(variables)}
+
+
+def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizer of a model, and those that a `train_step` of its own keeps beside it."""
+    kept = [x for x in vars(model).values() if isinstance(x, keras.optimizers.Optimizer)]
+    return list({id(x): x for x in (getattr(model, "optimizer", None), *kept) if x}.values())
 
 
 def _kind(model: keras.Model) -> str | None:

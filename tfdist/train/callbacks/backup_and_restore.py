@@ -224,14 +224,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def on_train_begin(self, logs=None):
         """See `keras.callbacks.Callback`."""
         sharded_snapshot.check(self.model)
-        if not self.model.built:
+        layers = self.model.layers
+        # A model without call(), whose own train_step calls its layers, stays unbuilt itself.
+        if not self.model.built and not (layers and all(layer.built for layer in layers)):
             raise ValueError(
                 "BackupAndRestore: expected a model that is built before fit, because its state is "
                 "restored when fit begins. Build it with an Input layer or model.build(shape)."
             )
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
+            with self.model.distribute_strategy.scope():
+                optimizer.build(self.model.trainable_variables)
         if not self._opened:
             self._open()
         self._opened = False

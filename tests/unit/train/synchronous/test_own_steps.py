@@ -128,7 +128,6 @@ class Gan(keras.Model):
         self.critic = keras.Sequential([keras.Input([4]), dense(5, "tanh"), dense(1)])
         self.d_loss = keras.metrics.Mean(name="d_loss")
         self.g_loss = keras.metrics.Mean(name="g_loss")
-        self.built = True
 
     def compile(self, d_optimizer, g_optimizer):
         super().compile()
@@ -472,3 +471,33 @@ def test_logs_that_are_no_numbers_are_named(text, mirrored):
     message = "returned a value of dtype string" if text else "returned float"
     with pytest.raises(TypeError, match=f"train_step {message}.*expected a dict of names"):
         fitted(mirrored, lambda: mlp(Odd))
+
+
+def test_all_optimizers_of_a_step_resume(mirrored, tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise InterruptedError
+
+    def trained(*callbacks):
+        with mirrored.scope():
+            model = Gan()
+            model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+        model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.generator.get_weights() + model.critic.get_weights()
+
+    with pytest.raises(InterruptedError):
+        trained(tfdist.BackupAndRestore(tmp_path), Stop())
+    for one, two in zip(trained(), trained(tfdist.BackupAndRestore(tmp_path)), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_statistics_of_no_rows_are_no_gradients(mirrored):
+    """BatchNormalization divides by the number of rows, which is 0 on a replica."""
+    with mirrored.scope():
+        model = keras.Sequential(
+            [keras.Input([4]), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    history = model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    assert all(np.isfinite(w).all() for w in model.get_weights())
