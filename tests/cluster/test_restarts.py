@@ -370,7 +370,7 @@ def test_peers_of_a_killed_task_end_soon_unless_they_write_a_snapshot(saves, lau
         log_dir = "os.environ['TFDIST_LOG_DIR']"
         script += (
             f"note({log_dir}, 'saving', task=me); time.sleep(2); note({log_dir}, 'saved', "
-            "task=me)\n"
+            "task=me, total=1, path='none')\n"
         )
     code, _, err = launch.run("--workers", "2", script=script + "time.sleep(300)")
     assert code == 137

@@ -209,7 +209,11 @@ def _hook_model(name: str) -> None:
             _wrap_step_function(self, _FUNCTIONS[name])
         return result
 
-    setattr(keras.Model, name, method)
+    owner: type = keras.Model
+    if name == "compile":
+        # Keras does not compile a loaded model whose class seems to override this method.
+        owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+    setattr(owner, name, method)
 
 
 def _runner_of_fit(model: keras.Model, keras_fit: Callable, args: tuple, kwargs: dict) -> Any:

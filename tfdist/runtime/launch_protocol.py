@@ -256,9 +256,9 @@ def read_journal(log_dir: str) -> list[dict[str, Any]]:
     Example:
         >>> import tempfile
         >>> directory = tempfile.mkdtemp()
-        >>> note(directory, "saved", step=3)
+        >>> note(directory, "stepping", step=3, total=3)
         >>> [(line["event"], line["step"]) for line in read_journal(directory)]
-        [('saved', 3)]
+        [('stepping', 3)]
     """
     events = []
     with (
