@@ -115,9 +115,10 @@ class DataPosition:
         rest = batches_of(dataset, done)
         if self._per_epoch or not 0 < self._length <= done:
             return rest
-        # Keras begins the next pass without reading the end of this one, which would count it.
-        for _ in rest:
-            pass
+        if self._counters:
+            # Keras begins the next pass without reading the end of this one, which counts it.
+            for _ in rest:
+                pass
         self._returned = False
         return None
 
