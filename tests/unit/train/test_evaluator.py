@@ -187,7 +187,10 @@ def test_a_backup_is_followed_while_it_changes_until_the_chief_is_gone(
     truth = []
 
     def chief():
-        wait = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(1))
+        # The backup runs after this callback, and removes the last snapshot when training ends.
+        wait = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda *_: time.sleep(1), on_train_end=lambda *_: time.sleep(2)
+        )
         truth.append(train([tfdist.BackupAndRestore(tmp_path / "backup"), wait], 3))
         ended.set()
 
