@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.parallel.placement import Placement
 from tfdist.train.health.watchdog import Watchdog
-from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows
+from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows, without_optionals
 from tfdist.train.synchronous.replica_step import local_replica
 
 
@@ -34,11 +34,26 @@ class Predictor:
     def __call__(self, batches: list) -> Any:
         """Return the predictions for some batches."""
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
+        if not self.model.built:
+            self._build(batches[0])
         function = (
             self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
         )
         with self._watchdog.bound():
             return function(batches)
+
+    def _build(self, batch: Batch) -> None:
+        """Make the model's variables in the scope; replicas cannot make them in a step."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(without_optionals(batch.data))
+        with self._strategy.scope():
+            self.model(
+                keras.tree.map_structure(
+                    lambda t: (
+                        None if t is None else keras.KerasTensor([None, *t.shape[1:]], t.dtype)
+                    ),
+                    x,
+                )
+            )
 
     def _predict(self, batches: list[Batch]):
         outputs = [
