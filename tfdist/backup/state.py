@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.backup import shards
 from tfdist.backup.snapshot import Snapshot
-from tfdist.keras_compat import STEP_COUNTERS
+from tfdist.keras_compat import STEP_COUNTERS, engine_of
 from tfdist.keras_compat.parallel import as_shards
 
 # Attributes of Keras callbacks that carry state between steps and epochs. Other callbacks define
@@ -279,8 +279,16 @@ def _variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of a model, and those that a `train_step` of its own keeps beside it."""
-    kept = [x for x in vars(model).values() if isinstance(x, keras.optimizers.Optimizer)]
+    """Return the optimizer of a model, and those that a `train_step` of its own keeps beside it.
+
+    Without a strategy, the latter are built in the first step, after a snapshot is restored, and
+    are left out.
+    """
+    kept = [
+        x
+        for x in (vars(model).values() if engine_of(model.distribute_strategy) else ())
+        if isinstance(x, keras.optimizers.Optimizer)
+    ]
     return list({id(x): x for x in (getattr(model, "optimizer", None), *kept) if x}.values())
 
 

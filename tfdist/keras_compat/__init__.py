@@ -393,6 +393,15 @@ def scale_loss_for_distribution(value):
     return _loss.scale_loss_for_distribution(value)
 
 
+def is_keras_metric(metric: keras.Metric) -> bool:
+    """Return whether a metric is Keras' own, and does not wrap a function of the user."""
+    module = type(metric).__module__
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        function = metric._fn
+        module = getattr(getattr(function, "func", function), "__module__", "")
+    return module.startswith("keras.")
+
+
 def layer_state(model: keras.Model) -> list[keras.Variable]:
     """Return the variables that layers created as state, not as weights.
 
@@ -476,6 +485,18 @@ def keep_state_per_replica(strategy: tf.distribute.Strategy) -> None:
         )
 
     extended._create_variable = create
+    original_update = extended._update
+
+    def update(var, fn, args, kwargs, group):
+        if not isinstance(var, _distribute_values.DistributedVariable):
+            return original_update(var, fn, args, kwargs, group)
+        results = []
+        for each in var.values:  # TensorFlow would look for a copy of a copy
+            with tf.device(each.device):
+                results.append(fn(each, *args, **kwargs))
+        return tf.group(*results) if group else tuple(results)
+
+    extended._update = update
 
 
 def in_local_update() -> bool:

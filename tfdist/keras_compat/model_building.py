@@ -20,6 +20,7 @@ import tensorflow as tf
 
 log = logging.getLogger("tfdist")
 _state = threading.local()
+_replacing = threading.RLock()  # held while `tf.GradientTape.gradient` is replaced
 
 # For each of Keras' methods, the step that it runs, and where it keeps the function of steps.
 _STEPS = {
@@ -119,8 +120,9 @@ def _build_by_step(model: keras.Model, step: Callable, data: Any) -> bool:
 @contextlib.contextmanager
 def _zero_gradients() -> Iterator[None]:
     """Make `tf.GradientTape.gradient` return zeros in this thread, within the context."""
-    original = tf.GradientTape.gradient
     thread = threading.get_ident()
+    _replacing.acquire()
+    original = tf.GradientTape.gradient
 
     def gradient(self, target, sources, *args, **kwargs):
         if threading.get_ident() != thread:
@@ -132,6 +134,7 @@ def _zero_gradients() -> Iterator[None]:
         yield
     finally:
         tf.GradientTape.gradient = original
+        _replacing.release()
 
 
 def _spec(x: Any) -> Any:

@@ -70,8 +70,13 @@ def check_training(model: keras.Model) -> None:
         ValueError: If the strategy's scope was never entered, or each process of a cluster would
             train the model by itself.
     """
-    # A strategy whose scope was entered no longer matters once it is gone.
-    _watched[:] = [each for each in _watched if not each.entered or each.strategy() is not None]
+    # In one process, a strategy whose scope was entered no longer matters once it is gone. (That of
+    # several workers is entered when it is made, by TensorFlow's own `run`.)
+    _watched[:] = [
+        each
+        for each in _watched
+        if each.processes > 1 or not each.entered or each.strategy() is not None
+    ]
     if (
         not _watched
         or tf.distribute.has_strategy()
@@ -148,12 +153,12 @@ def keep_in_clear_session() -> None:
     `tf.compat.v1.reset_default_graph` itself cannot be replaced: TensorFlow loads that module again
     when TensorBoard is first used.
     """
-    graphs = _ops._default_graph_stack
+    graphs = type(_ops._default_graph_stack)  # each thread has a stack of its own
     own_reset = graphs.reset
 
     @functools.wraps(own_reset)
-    def reset() -> None:
+    def reset(self) -> None:
         if not hasattr(tf.distribute.get_strategy(), "tfdist_engine"):
-            own_reset()
+            own_reset(self)
 
     graphs.reset = reset

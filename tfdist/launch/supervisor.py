@@ -187,7 +187,7 @@ class Supervisor:
         )
         verdict = judge([process.ending() for process in group], self._isolated)
         if verdict is None:
-            self._warn_of_strangers(group)
+            self._warn_of_tasks_that_never_met(group)
             return None, codes
         positions = [position for heartbeat in heartbeats if (position := position_of(heartbeat))]
         running = any(heartbeat.phase == Phase.RUNNING for heartbeat in heartbeats)
@@ -216,7 +216,7 @@ class Supervisor:
         for process in group:
             process.stopped = not process.ended and process.pid in groups
 
-    def _warn_of_strangers(self, group: Sequence[Process]) -> None:
+    def _warn_of_tasks_that_never_met(self, group: Sequence[Process]) -> None:
         """Show which tasks of a cluster have ended well, but have never met the others."""
         met: set[str] = set()
         for line in read_journal(self._log_dir):
@@ -224,7 +224,7 @@ class Supervisor:
                 met.clear()
             elif line["event"] == MET:
                 met.add(line["task"])
-        strangers = [
+        unmet = [
             process.plan.name
             for process in group
             if process.code == 0
@@ -233,9 +233,9 @@ class Supervisor:
             and len(ClusterSpec.from_tf_config(process.plan.environ["TF_CONFIG"]).listening_tasks)
             > 1
         ]
-        if strangers:
+        if unmet:
             self._console.notice(
-                f"tfdist: {', '.join(strangers)} ended without having met the other tasks of the "
+                f"tfdist: {', '.join(unmet)} ended without having met the other tasks of the "
                 "cluster, because the program did not call tfdist.make_strategy(). Unless it "
                 "connects the tasks by itself (TF_CONFIG), each has done the whole work alone, and "
                 "all have written the same files. Call tfdist.make_strategy() first and make the "

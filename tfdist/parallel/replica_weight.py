@@ -28,11 +28,12 @@ def weighted_step(weight: Weight) -> Iterator[None]:
         weight: Rows of this replica over those of the global batch: a number if it is the same at
             every step, or a scalar float64 tensor, which is 0 without rows.
     """
+    before = step_weight()
     _thread.weight = weight
     try:
         yield
     finally:
-        _thread.weight = None
+        _thread.weight = before
 
 
 def step_weight() -> Weight | None:

@@ -52,6 +52,7 @@ _FACTS = {  # that every event of a name has, besides its time
     "fault": ("number", "text"),
     "detected": ("task",),
     "replaced": ("task",),
+    MET: ("task", "attempt"),
     "stepping": ("step", "total"),
     "saved": ("total", "path"),
     "restored": ("total", "path"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +19,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_compat import is_keras_metric
+from tfdist.parallel.replica_weight import weighted_step
+
+log = logging.getLogger("tfdist")
 _thread = threading.local()
 
 _PROBE_ROWS = 3
+_PART = 2  # of these rows, in the first of two parts
 _STARTS = (0.0, 5.0, -3.0)  # states before an update
 
 
@@ -55,7 +61,7 @@ def _wrap(metric: keras.Metric) -> None:
         return
     own_update = metric.update_state
     own_result = metric.result
-    is_own = type(metric).__module__.startswith("keras.")
+    is_own = is_keras_metric(metric)
 
     @functools.wraps(own_update)
     def update_state(*args, **kwargs):
@@ -84,8 +90,8 @@ def _wrap(metric: keras.Metric) -> None:
 def adds_up(metric: keras.Metric, args: tuple, kwargs: dict, by_rows: bool) -> bool:
     """Return whether a metric's states may be summed; found by updates with made-up arguments.
 
-    A metric whose variables declare an aggregation other than "sum" is taken at its word, and so is
-    one that does not accept the made-up arguments.
+    A metric whose variables declare an aggregation other than "sum" is taken at its word. So is one
+    that does not accept the made-up arguments, with a warning.
 
     Args:
         metric: The metric, built.
@@ -104,7 +110,7 @@ def adds_up(metric: keras.Metric, args: tuple, kwargs: dict, by_rows: bool) -> b
             tf.is_tensor(leaf) and not np.ndim(x) for leaf, x in zip(leaves, made_up, strict=True)
         )
 
-        def added(start: float, rows: slice) -> list[np.ndarray]:
+        def added(start: float, rows: slice, weight: float = 1.0) -> list[np.ndarray]:
             state = [tf.cast(tf.fill(v.shape, start), v.dtype) for v in metric.variables]
             values = [x[rows] if np.ndim(x) else x for x in made_up]
             values = [
@@ -112,15 +118,26 @@ def adds_up(metric: keras.Metric, args: tuple, kwargs: dict, by_rows: bool) -> b
                 for x, leaf in zip(values, leaves, strict=True)
             ]
             args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), values)
-            new = metric.stateless_update_state(state, *args_, **kwargs_)
+            with weighted_step(weight):
+                new = metric.stateless_update_state(state, *args_, **kwargs_)
             return [_array(n) - _array(s) for n, s in zip(new, state, strict=True)]
 
         try:
             whole, *others = [added(start, slice(None)) for start in _STARTS]
             if by_rows:
-                parts = added(0.0, slice(2)), added(0.0, slice(2, None))
+                weight = _PART / _PROBE_ROWS
+                parts = (
+                    added(0.0, slice(_PART), weight),
+                    added(0.0, slice(_PART, None), 1.0 - weight),
+                )
                 others.append([a + b for a, b in zip(*parts, strict=True)])
-        except Exception:  # the metric's own code may raise anything
+        except Exception as error:  # the metric's own code may raise anything
+            log.warning(
+                "metric %s: taken as a sum over rows, because a trial update failed: %s: %s",
+                metric.name,
+                type(error).__name__,
+                error,
+            )
             return True
     return all(
         np.allclose(a, b, rtol=1e-3, atol=1e-4)

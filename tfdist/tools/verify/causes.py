@@ -91,9 +91,9 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
         )
     if first.kind in (LOGS, GRADIENTS):
         return (
-            "loss and gradients differ by no common factor, as where the rows of a batch depend "
-            "on each other: in a contrastive or a Dice loss, or in a layer that computes a "
-            "statistic of the batch. A replica sees only its own rows. Gather the rows of all "
+            "the differences have no common factor, as where the rows of a batch depend on each "
+            "other: in a contrastive or a Dice loss, or in a layer that computes a statistic of "
+            "the batch. A replica sees only its own rows. Gather the rows of all "
             f"replicas there: tfdist.all_gather_rows(x). If there is no such place, look at "
             f"{_layer(first)}, where the first difference is, and at what comes before it."
         )

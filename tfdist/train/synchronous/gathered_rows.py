@@ -1,4 +1,4 @@
-"""Gathered rows: the rows of all replicas, for losses and metrics that are no means over rows."""
+"""Gathered rows: the rows of all replicas, for losses and metrics that are not means over rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import tensorflow as tf
 
 from tfdist.keras_compat import copies
 from tfdist.keras_compat.parallel import mask_of, set_mask
-from tfdist.parallel.replica_weight import step_weight, weighted
+from tfdist.parallel.replica_weight import step_weight, weighted, weighted_step
 from tfdist.train.metric_calls import adds_up
 from tfdist.train.synchronous.gradient_sum import leave_loop
+
+# Types that TensorFlow does not gather between workers, and types that hold their values.
+_GATHERED_AS = {
+    tf.bool: tf.int32,
+    tf.bfloat16: tf.float32,
+    **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
+}
 
 
 def all_gather_rows(x: Any) -> Any:
@@ -38,11 +46,18 @@ def all_gather_rows(x: Any) -> Any:
         leave_loop()
     weight = step_weight()
     if weight is None:
-        return context.all_gather(x, axis=0)
+        return _gathered(x)
     # The gradient of a row is the sum over the replicas' losses, which count by their weights. What
     # flows on to the row's own replica gets that replica's weight later.
     own = _with_gradient(x, lambda dy: tf.math.divide_no_nan(dy, tf.cast(weight, dy.dtype)))
-    return _with_gradient(context.all_gather(own, axis=0), lambda dy: weighted([dy], weight)[0])
+    return _with_gradient(_gathered(own), lambda dy: weighted([dy], weight)[0])
+
+
+def _gathered(x: tf.Tensor) -> tf.Tensor:
+    """Return the rows of all replicas; TensorFlow's collective does not take all dtypes."""
+    wire = _GATHERED_AS.get(x.dtype, x.dtype)
+    rows = tf.distribute.get_replica_context().all_gather(tf.cast(x, wire), axis=0)
+    return tf.cast(rows, x.dtype)
 
 
 def _with_gradient(x: tf.Tensor, function: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
@@ -70,6 +85,9 @@ def update_metric(metric: keras.Metric, keras_method: Callable, args: tuple, kwa
                 _start_whole(metric)
         if metric.variables[0].tfdist_gathered:
             args, kwargs = keras.tree.map_structure(_of_all_rows, (args, kwargs))
+            with weighted_step(1.0):
+                keras_method(*args, **kwargs)
+            return
     keras_method(*args, **kwargs)
 
 

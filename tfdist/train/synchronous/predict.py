@@ -45,13 +45,12 @@ class Predictor:
     def _build(self, batch: Batch) -> None:
         """Make the model's variables in the scope; replicas cannot make them in a step."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(without_optionals(batch.data))
+        if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in keras.tree.flatten(x)):
+            return  # a step makes them, if it can: only the shapes of dense tensors are enough
         with self._strategy.scope():
             self.model(
                 keras.tree.map_structure(
-                    lambda t: (
-                        None if t is None else keras.KerasTensor([None, *t.shape[1:]], t.dtype)
-                    ),
-                    x,
+                    lambda t: keras.KerasTensor([None, *t.shape[1:]], t.dtype), x
                 )
             )
 

@@ -55,9 +55,12 @@ class ReplicaState:
             index, and the notes of all workers, `[workers, n]`.
         """
         note_tensor = tf.constant(note, tf.float64)
+        variables = self._model.metrics_variables
+        # Whether a metric is gathered is known after its first update only.
+        gathered = [is_gathered(v) for v in variables]
         function = self._traced(
-            f"metrics {len(note)} {wanted}",
-            self._model.metrics_variables,
+            f"metrics {len(note)} {wanted} {gathered}",
+            variables,
             lambda note: self._metrics(note, wanted),
             note_tensor,
         )

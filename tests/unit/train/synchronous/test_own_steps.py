@@ -368,7 +368,30 @@ class Plain(Stateful):
         return state + ops.sum(errors)
 
 
-SUMS = (Plain, FromOne)
+class Inner(keras.metrics.Metric):
+    """A metric that keeps the mean of each batch's mean error in a metric of its own."""
+
+    def __init__(self):
+        super().__init__(name="Inner")
+        self.mean = keras.metrics.Mean()
+        self.state = self.mean.total
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.mean.update_state(ops.mean(ops.abs(y - prediction)))
+
+    def result(self):
+        return self.mean.result()
+
+
+def root_of_mean(y, prediction):
+    return ops.sqrt(ops.mean(ops.square(y - prediction)))
+
+
+def mean_by_hand(y, prediction):
+    return ops.mean(ops.square(y - prediction))
+
+
+SUMS = (Plain, FromOne, Inner)
 METRICS = (*SUMS, Largest, Smallest, AboveThree, Running, Last, SumOfBatchMeans)
 
 
@@ -380,7 +403,8 @@ def test_states_that_are_no_sums(one_device, mirrored):
         with strategy.scope():
             model = mlp()
             made.extend(metric() for metric in METRICS)
-            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=made)
+            metrics = [*made, root_of_mean, mean_by_hand]
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics)
         keywords = {"batch_size": 16, "verbose": 0, "validation_data": (x, y)}
         history = model.fit(x, y, epochs=2, shuffle=False, **keywords).history
         return history, model.get_weights()
@@ -388,6 +412,29 @@ def test_states_that_are_no_sums(one_device, mirrored):
     made: list = []
     check_equal(trained(one_device, []), trained(mirrored, made))
     assert tuple(type(m) for m in made if not is_gathered(m.state)) == SUMS
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "uint8", "float32"])
+def test_rows_of_all_types_are_gathered(dtype, mirrored):
+    def replica():
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return tfdist.all_gather_rows(tf.cast(tf.reshape(replica, [1]), dtype))
+
+    rows = tf.function(lambda: mirrored.run(replica))()
+    for found in mirrored.experimental_local_results(rows):
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(tf.cast(found, tf.int32), [0, 1])
+
+
+def test_a_metric_that_refuses_the_trial_is_warned_of(mirrored, caplog):
+    class Picky(Plain):
+        def update_state(self, y, prediction, sample_weight=None):
+            assert not tf.executing_eagerly(), "graphs only"
+            super().update_state(y, prediction)
+
+    fitted(mirrored, mlp, metric=Picky)
+    assert "metric Picky: taken as a sum" in caplog.text
+    assert "graphs only" in caplog.text
 
 
 def test_a_declared_aggregation_counts(one_device, mirrored):
