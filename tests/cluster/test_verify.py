@@ -21,7 +21,7 @@ RUNS = {
     "transformer": ("--strategy=central_storage", "--quick"),
     "resnet": DEVICES,
     "summed": DEVICES,
-    "dice": DEVICES,
+    "overlap": DEVICES,
     "seed": ("--workers=2", "--quick"),
     "overlapping": ("--workers=2", "--quick"),
 }
@@ -110,9 +110,9 @@ def test_a_loss_that_is_a_sum_is_named(done):
 
 
 def test_a_loss_whose_rows_depend_on_each_other_is_named(done):
-    code, out = done["dice"]
+    code, out = done["overlap"]
     assert code == 1, out
-    assert "Gather the rows of all replicas there: tfdist.all_gather_rows(x)" in " ".join(
+    assert "gather those of all replicas there with tfdist.all_gather_rows(x)" in " ".join(
         out.split()
     )
 

@@ -16,6 +16,11 @@ from tfdist.tools.verify.recording import (
     WEIGHTS,
 )
 
+_MIXED_ROWS = (
+    "the rows of a batch depend on each other, in a loss such as a contrastive one or an overlap "
+    "over the batch, or in a layer that computes a statistic of the batch. A replica sees only its "
+    "own rows: gather those of all replicas there with tfdist.all_gather_rows(x)"
+)
 _CLOSE = 0.02  # relative tolerance for a factor that all gradients share
 
 
@@ -91,11 +96,9 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
         )
     if first.kind in (LOGS, GRADIENTS):
         return (
-            "the differences have no common factor, as where the rows of a batch depend on each "
-            "other: in a contrastive or a Dice loss, or in a layer that computes a statistic of "
-            "the batch. A replica sees only its own rows. Gather the rows of all "
-            f"replicas there: tfdist.all_gather_rows(x). If there is no such place, look at "
-            f"{_layer(first)}, where the first difference is, and at what comes before it."
+            f"the differences have no common factor: most likely, {_MIXED_ROWS}. If there is no "
+            f"such place, look at {_layer(first)}, where the first difference is, and at what "
+            "comes before it."
         )
     return (
         f"no known pattern. Look at {_layer(first)}, where the first difference is, and at what "
@@ -148,8 +151,8 @@ def _of_factor(factor: float, replicas: int) -> str:
             "of replicas; they are for loops of strategy.run()."
         )
     return (
-        f"all gradients are {factor:.3g} times those of one replica: the loss, or its gradients, "
-        f"have another factor on {replicas} replicas."
+        f"all gradients are {factor:.3g} times those of one replica: the loss has another divisor "
+        f"on {replicas} replicas, or {_MIXED_ROWS}."
     )
 
 
