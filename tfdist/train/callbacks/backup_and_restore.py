@@ -102,7 +102,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._replay_until = 0
         self._train_totals: list | None = None  # metric totals of the epoch that is being validated
 
-    def run_fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+    def run_fit(self, model: keras.Model, keras_method: Callable, *args: Any, **kwargs: Any):
         """Run a `fit` of a model that has no engine; the hook on `keras.Model.fit` calls this.
 
         Args:

@@ -37,6 +37,14 @@ def all_gather_rows(x: Any) -> Any:
 
     Returns:
         All rows, `[rows, ...]`; `x` itself with one replica, and while Keras builds a model.
+
+    Raises:
+        ValueError: From TensorFlow, if `x` has no axes.
+
+    Example:
+        >>> all_gather_rows(tf.constant([[1.0], [2.0]])).numpy()
+        array([[1.],
+               [2.]], dtype=float32)
     """
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1 or isinstance(x, keras.KerasTensor):
