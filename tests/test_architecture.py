@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -270,12 +271,107 @@ def test_the_package_stands_alone():
     )
 
 
+def first_line(path: pathlib.Path) -> str:
+    """Return the first line of a file's docstring; "" if it has none."""
+    return (ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]
+
+
 def test_every_file_begins_with_a_sentence():
     for path in files():
-        header = (ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]
+        header = first_line(path)
         assert header.endswith(".") or not path.read_text(encoding="utf-8"), (
             f"{path.relative_to(ROOT)}: its first line says in a sentence what it does"
         )
+
+
+def docstrings(path: pathlib.Path) -> Iterator[tuple[str, list[str]]]:
+    """Return the place and the lines of each docstring of a file."""
+    for node in nodes(path):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                name = getattr(node, "name", "")
+                yield f"{path.relative_to(ROOT)}: {name}", text.splitlines()
+
+
+def entries(lines: list[str], *sections: str) -> Iterator[str]:
+    """Return the first lines of the entries in some sections of a docstring."""
+    section = ""
+    for line in lines:
+        if line and not line.startswith(" "):
+            section = line
+        elif section in sections and re.match(r"    [\w*][\w.*, ]*: ", line):
+            yield line.strip()
+
+
+def test_summaries_are_short():
+    none(
+        f"{where}: {lines[0]}"
+        for path in files()
+        for where, lines in docstrings(path)
+        if len(lines[0]) > 88
+    )
+
+
+def test_arguments_are_described_by_nouns():
+    none(
+        f"{where}: {entry}"
+        for path in files()
+        for where, lines in docstrings(path)
+        for entry in entries(lines, "Args:", "Attributes:")
+        if re.match(r"[\w*, ]+: (What|Where|For|As|By|How) ", entry)
+    )
+
+
+def test_errors_are_described_by_their_conditions():
+    """SystemExit is described by its codes instead."""
+    none(
+        f"{where}: {entry}"
+        for path in files()
+        for where, lines in docstrings(path)
+        for entry in entries(lines, "Raises:")
+        if not entry.startswith("SystemExit: ") and ": If " not in entry
+    )
+
+
+# A newcomer finds the module of a term in the first line of its docstring.
+TERMS = (
+    ("heartbeat", ("train/health/heartbeat.py",)),
+    ("barrier", ("cluster/preflight.py",)),
+    ("straggler", ("train/timing/step_breakdown.py",)),
+    ("watchdog", ("train/health/watchdog.py",)),
+    ("all-gather", ("parallel/collectives/group.py", "parallel/sharding/all_gather.py")),
+    ("gradient clipping", ("train/synchronous/gradient_aggregation.py",)),
+    ("shuffling", ("data/order.py",)),
+    ("metric reduction", ("train/synchronous/replica_state.py",)),
+    ("checkpoint", ("backup/snapshot.py",)),
+    ("snapshot format", ("backup/snapshot.py",)),
+    ("restart backoff", ("launch/policy.py",)),
+    ("elastic membership", ("launch/membership.py",)),
+    ("TF_CONFIG", ("cluster/spec.py",)),
+    ("Ctrl-C", ("runtime/command.py",)),
+    ("bucket", ("parallel/collectives/bucketing.py",)),
+)
+
+
+@pytest.mark.parametrize(("term", "homes"), TERMS, ids=[term for term, _ in TERMS])
+def test_a_term_leads_to_its_module(term, homes):
+    """Of all modules whose first line has the term, its own is among the first two."""
+    having = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in files()
+        if term.lower() in first_line(path).lower()
+    ]
+    assert set(homes) & set(having[:2]), having
+
+
+# Modules of one name do the same job in their packages.
+SAME_JOB = {"flags", "main", "predict", "probe", "processes", "rendering", "settings"}
+
+
+def test_a_name_of_several_modules_stands_for_one_job():
+    stems = [path.stem for path in files() if path.stem != "__init__"]
+    assert {stem for stem in stems if stems.count(stem) > 1} == SAME_JOB
 
 
 def module(path: pathlib.Path) -> str:
@@ -314,7 +410,6 @@ def test_every_module_is_on_the_architecture_page():
         f"docs/architecture.md lacks the line: {line}"
         for path in files()
         if path.name not in ("__init__.py", "__main__.py")
-        for summary in [(ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]]
-        for line in [f"| `{path.relative_to(PACKAGE).as_posix()}` | {summary} |"]
+        for line in [f"| `{path.relative_to(PACKAGE).as_posix()}` | {first_line(path)} |"]
         if line not in page
     )

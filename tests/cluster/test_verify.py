@@ -129,7 +129,7 @@ def test_shards_that_overlap_are_named(done):
     code, out = done["overlapping"]
     assert code == 1, out
     assert (
-        "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by nobody"
+        "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by no worker"
         in out
     )
     assert "the workers' shards overlap: in step 1" in " ".join(out.split())

@@ -296,8 +296,8 @@ def test_without_memory_there_is_no_standby_and_a_warning(standbys, plan, tmp_pa
     own.keep([plan()], True)
     assert not own._pool
     assert said == [
-        "tfdist: --standby 2: no standby process, because 1.0 GB of memory are available, "
-        "1.5 needed"
+        "tfdist: --standby 2: no standby process, because 1 GB of memory is available, and "
+        "1.47 GB is needed"
     ]
     quiet, said = standbys(None, lambda: 10**9)
     quiet.keep([plan()], True)

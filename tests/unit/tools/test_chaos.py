@@ -206,7 +206,7 @@ def test_a_stop_that_ends_costs_nothing():
         None,
         None,
         None,
-        "all went on",
+        "all continued",
     )
     assert kill.lost == 2
 

@@ -237,7 +237,7 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
         ),
         ("path,kind\ndeep/b.png,x\n", {}, r"line 2: 'deep/b.png' does not exist of 1 lines"),
         ("path,kind\n", {}, "no rows beside the header"),
-        ("", {}, "no rows. Expected one a line"),
+        ("", {}, "no rows. Expected one per line"),
         (b"path,kind\na.png,\xff\n", {}, "byte 16: expected text in UTF-8"),
         ('path,kind\na.png,"' + "x" * 200_000, {}, "a quote that is never closed"),
         ("path,kind\na.png,x\n", {"delimiter": ", "}, "expected one character"),

@@ -13,7 +13,8 @@ import pytest
 from tfdist import config
 from tfdist.runtime.guardian import Guardian
 from tfdist.telemetry.step_records import PARTS
-from tfdist.tools.bench import plan, rendering
+from tfdist.tools.bench import rendering
+from tfdist.tools.bench.flags import make_jobs
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.main import Rounds, main, measured
@@ -161,7 +162,7 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
             {"gradient_sync": 3.1},
             {"bytes": 2_790_000},
             (
-                "38 % of the step is gradient synchronization: 2.79 MB a step at 0.90 GB/s; "
+                "38 % of the step is gradient synchronization: 2.79 MB a step at 900 MB/s; "
                 "a larger batch would"
             ),
         ),
@@ -279,10 +280,10 @@ def test_reason_with_ties_and_without_losses():
     assert "is waiting for input" in sentence(tie)  # of equals the first, each time
     assert (
         sentence(setup(rates=12400, step_breakdown=parts(**IDEAL)))
-        == "2 replicas: 97 % of 2 times the work of one, nothing to speak of is lost."
+        == "2 replicas: 97 % of 2 times the work of one, no significant loss."
     )
     assert sentence(setup(rates=6400, step_breakdown=parts(**IDEAL))).startswith(
-        "No part of the step takes longer than it should"
+        "No part of the step is slower than"
     )
     assert sentence(setup(rates=6400)) == ""  # no step breakdown
     assert sentence(setup(rates=6400, step_breakdown=parts())) == ""
@@ -312,7 +313,7 @@ def test_one_replica_under_another_strategy():
     )
     assert (
         sentence(setup("mirrored", 1, modes=MODES, rates=6400, step_breakdown=slow))
-        == "1 replica: 100 % of the work of one_device, nothing to speak of is lost."
+        == "1 replica: 100 % of the work of one_device, no significant loss."
     )
 
 
@@ -449,7 +450,7 @@ def test_a_benchmark_of_which_all_failed_still_has_a_page():
 # --- Words ----------------------------------------------------------------------------------------
 def jobs(*argv, **data):
     flags, rest = main.parse(argv)
-    return plan.jobs(
+    return make_jobs(
         flags,
         rest,
         config.Run.from_dict({"data": data, "train": {"steps_per_execution": 4}}) if rest else None,

@@ -210,7 +210,7 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
 def test_a_fault_of_a_task_that_is_gone_is_enough():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
-    responder.done["worker:1"] = "place: full"
+    responder.done["worker:1"] = "directory: full"
     peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=30)
     peer_exchange.ask_all()
     assert not peer_exchange.missing
@@ -403,14 +403,14 @@ def test_a_place_that_is_not_shared():
     ]
     one(
         cluster.check_lookups(blind),
-        "shared place",
+        "shared directory",
         "/runs: a file written here is not seen by worker:1 in /runs",
         "mount the same file system",
     )
     one(
         cluster.check_lookups([FileLookup("/runs", "worker:1")]),
-        "shared place",
-        "unknown of worker:1",
+        "shared directory",
+        "unknown for worker:1",
         status="warn",
     )
 
@@ -557,8 +557,8 @@ def served(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"question": "token", "place": 0, "token": "../../../etc/passwd"}, "no token"),
-        ({"question": "token", "place": "/etc", "token": "0" * 32}, "no token"),
+        ({"question": "token", "directory": 0, "token": "../../../etc/passwd"}, "no token"),
+        ({"question": "token", "directory": "/etc", "token": "0" * 32}, "no token"),
         ({"question": "measure", "peer": "10.0.0.9:80"}, "no task of this cluster"),
         ({"question": "measure", "peer": ["worker:1"] * 3}, "no task of this cluster"),
         ({"question": "run"}, "no such question"),
@@ -574,10 +574,10 @@ def test_only_files_of_doctors_are_told(served):
     address, mine, directory = served
     token = "ab" * 16
     (directory / f".tfdist-doctor-{token}").write_text("a secret of somebody else")
-    assert exchange.ask(address, mine, "token", place=0, token=token)["content"] == ""
+    assert exchange.ask(address, mine, "token", directory=0, token=token)["content"] == ""
     (directory / f".tfdist-doctor-{token}").write_text("cd" * 16)
-    assert exchange.ask(address, mine, "token", place=0, token=token)["content"] == "cd" * 16
-    assert exchange.ask(address, mine, "token", place=1, token=token)["place"] is None
+    assert exchange.ask(address, mine, "token", directory=0, token=token)["content"] == "cd" * 16
+    assert exchange.ask(address, mine, "token", directory=1, token=token)["directory"] is None
 
 
 def test_who_has_another_cluster_is_only_told_who_is_there(served):
@@ -592,7 +592,7 @@ def test_who_has_another_cluster_is_only_told_who_is_there(served):
 def test_a_fault_counts_whoever_said_before_that_there_is_none():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
-    for wrong, told in (("", ""), ("place: full", "place: full"), ("", "place: full")):
+    for wrong, told in (("", ""), ("directory: full", "directory: full"), ("", "directory: full")):
         responder.answer(
             {**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong},
             "worker:0",

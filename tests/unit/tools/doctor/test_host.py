@@ -13,7 +13,15 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import doctor_check
 from tfdist.launch import main as launch
 from tfdist.runtime import resource_limits
-from tfdist.tools.doctor import check_results, file_systems, frameworks, host, machine, main, table
+from tfdist.tools.doctor import (
+    check_results,
+    file_systems,
+    frameworks,
+    host,
+    machine,
+    main,
+    rendering,
+)
 from tfdist.tools.doctor.file_systems import WriteTest
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
@@ -122,7 +130,7 @@ def test_a_fault_of_the_machine(fault, name, status, text):
             dataclasses.replace(GOOD, cards=1),
             CUDA.__class__(seconds=1.0),
             "GPUs",
-            "1 card of NVIDIA on the bus, but no driver is loaded",
+            "1 NVIDIA card on the bus, but no driver is loaded",
         ),
         (
             GPUS,
@@ -130,7 +138,7 @@ def test_a_fault_of_the_machine(fault, name, status, text):
             "GPUs",
             "2 with a driver, but TensorFlow sees 0: it is built without CUDA",
         ),
-        (GPUS, dataclasses.replace(CUDA, gpus=()), "GPUs", "its libraries of CUDA are missing"),
+        (GPUS, dataclasses.replace(CUDA, gpus=()), "GPUs", "the CUDA libraries are missing"),
         (
             dataclasses.replace(GPUS, visible="0,7"),
             dataclasses.replace(CUDA, gpus=("GPU:0",)),
@@ -214,7 +222,7 @@ def test_a_broken_tensorflow_is_a_failing_check(code, tmp_path, monkeypatch):
     assert BROKEN[code] in found.frameworks.error
     (check,) = host.check_frameworks(GOOD, found.frameworks)
     assert (check.name, check.status) == ("import", "fail")
-    assert "which is to write there" in found.directories[0].error
+    assert "TensorFlow could not test it: its process" in found.directories[0].error
     assert found.trial.error
 
 
@@ -338,7 +346,7 @@ def test_a_file_system_that_hangs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "status", "text"),
+    ("directory", "status", "text"),
     [
         (WriteTest("runs", free=10 << 20, total=GB, skew=0.0), "fail", "10.5 MB free"),
         (WriteTest("runs", free=GB, total=2 * GB, skew=0.0), "warn", "1.07 GB free of 2.15 GB"),
@@ -359,8 +367,8 @@ def test_a_file_system_that_hangs(monkeypatch):
         ),
     ],
 )
-def test_a_fault_of_a_place(place, status, text):
-    check = file_systems.check_directory(place)
+def test_a_fault_of_a_directory(directory, status, text):
+    check = file_systems.check_directory(directory)
     assert check.status == status
     assert text in check.found
 
@@ -374,18 +382,18 @@ MIXED = [
 
 
 def test_the_table_fits_a_terminal():
-    lines = table.lines(MIXED, {"host": "this host", "run": "the run"}, width=80)
+    lines = rendering.lines(MIXED, {"host": "this host", "run": "the run"}, width=80)
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["this host", "the run"]
-    assert "  fail  config          broken" in lines
+    assert "  fail  config           broken" in lines
     nasty = check_results.Check("cluster", "spec", "fail", "a\x1b[2Jb", "c")
-    assert "\x1b" not in "".join(table.lines([nasty], {}, width=80))
-    assert table.summary(MIXED) == "1 passed, 1 warning, 1 failure"
+    assert "\x1b" not in "".join(rendering.lines([nasty], {}, width=80))
+    assert rendering.summary(MIXED) == "1 passed, 1 warning, 1 failure"
 
 
 def test_json_for_machines(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main.main(["--quick", "--json", "--place", str(tmp_path)]) == 0
+    assert main.main(["--quick", "--json", "--directory", str(tmp_path)]) == 0
     said = json.loads(capsys.readouterr().out)
     assert set(said) == {"tfdist", "host", "status", "counts", "checks"}
     assert all(
@@ -396,9 +404,9 @@ def test_json_for_machines(capsys, tmp_path, monkeypatch):
 
 def test_a_failure_is_exit_code_1(capsys, tmp_path):
     (tmp_path / "runs").write_text("a file")
-    assert main.main(["--quick", "--place", str(tmp_path / "runs")]) == 1
+    assert main.main(["--quick", "--directory", str(tmp_path / "runs")]) == 1
     assert re.search(
-        r"fail  place .* remedy: a file is in its way.*1 failure",
+        r"fail  directory .* remedy: a file is in its way.*1 failure",
         capsys.readouterr().out,
         re.DOTALL,
     )
@@ -411,7 +419,7 @@ def test_a_failure_is_exit_code_1(capsys, tmp_path):
         ("--config=none.py", "--config=none.py: expected a Python file"),
         ("--config.train.epochs=3", "--config: expected one config file"),
         ("--confg=a.py", "Did you mean --config?"),
-        ("--palce x", "Did you mean --place?"),
+        ("--directroy x", "Did you mean --directory?"),
         ("word", "expected a flag, received 'word'"),
         ("--serve", "--serve: expected together with --cluster FILE"),
         ("--task worker:0", "--task: expected together with --cluster FILE"),
@@ -449,19 +457,22 @@ def test_words_of_a_config_pass():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--workers 3 -- train.py", "--workers 3 --place runs"),
-        ("--chief --workers 2 --ps 1 --log-dir logs -- train.py", "--workers 4 --place logs"),
+        ("--workers 3 -- train.py", "--workers 3 --directory runs"),
+        ("--chief --workers 2 --ps 1 --log-dir logs -- train.py", "--workers 4 --directory logs"),
         (
             "--cluster c.yaml --task worker:1 -- train.py",
             "--cluster c.yaml --together --task worker:1",
         ),
-        ("--rendezvous a:1 --max-workers 4 --workers 2 -- train.py", "--workers 2 --place runs"),
+        (
+            "--rendezvous a:1 --max-workers 4 --workers 2 -- train.py",
+            "--workers 2 --directory runs",
+        ),
         (
             "-- tfdist train --config=c.py --config.train.epochs=3",
-            "--workers 1 --place runs --config=c.py --config.train.epochs=3",
+            "--workers 1 --directory runs --config=c.py --config.train.epochs=3",
         ),
-        ("-- tfdist train --help", "--workers 1 --place runs"),
-        ("-- other train --config=c.py", "--workers 1 --place runs"),
+        ("-- tfdist train --help", "--workers 1 --directory runs"),
+        ("-- other train --config=c.py", "--workers 1 --directory runs"),
     ],
 )
 def test_what_a_launch_asks_doctor(words, expected):

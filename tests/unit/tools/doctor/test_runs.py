@@ -267,7 +267,7 @@ def test_replicas_share_the_memory_of_their_process(replicas, status):
     )
 
 
-def test_places_that_only_tensorflow_writes_to(tmp_path):
+def test_directories_that_only_tensorflow_writes_to(tmp_path):
     (tmp_path / "file").write_text("mine")
     found = [
         probe.try_directory(path)
@@ -278,7 +278,7 @@ def test_places_that_only_tensorflow_writes_to(tmp_path):
             "none://x",
         )
     ]
-    assert [file_systems.check_directory(place).status for place in found] == [
+    assert [file_systems.check_directory(test).status for test in found] == [
         "pass",
         "pass",
         "fail",

@@ -184,7 +184,7 @@ def test_unfinished_run(run, tmp_path):
 def test_a_launch_is_found_or_asked_for(run, tmp_path):
     elsewhere = (tmp_path / "runs" / "launch-1").rename(tmp_path / "elsewhere")
     (remedy,) = read_run(run).absent
-    assert "it is not there any more, or elsewhere; name it with --launch DIR" in remedy
+    assert "it was moved or removed; name it with --launch DIR" in remedy
     assert read_run(run).lost is None
     assert read_run(run, [elsewhere]).lost == 13
     elsewhere.rename(run.parent / "launch-1")  # all runs were moved, as one is
