@@ -1,12 +1,12 @@
-"""Measure images per second of input pipelines, and time and memory of orders.
+"""Measure images per second of data pipelines, and time and memory of orders.
 
-Pipelines run side by side. Orders have up to 10^9 examples.
+Data pipelines run side by side. Orders have up to 10^9 examples.
 
     python benchmarks/input.py            # all parts, writes benchmarks/reports/input.{md,json}
     python benchmarks/input.py --quick    # a little of each, writes nothing
 
-Every pipeline has a process of its own on the same cores, which stays alive; only one runs at a
-time. Rounds visit every contender, each second round in reverse order; ratios are taken within a
+Every data pipeline has a process of its own on the same cores, which stays alive; only one runs at
+a time. Rounds visit every contender, each second round in reverse order; ratios are taken within a
 round. What an order costs is measured in a new process for every size. The images are made once,
 under the system's directory of temporary files.
 """
@@ -53,7 +53,7 @@ PARTS = ("images", "order")
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Describe a pipeline: its title, its key in `input_pipelines.PIPELINES`, and its package."""
+    """Describe a data pipeline: title, key in `input_pipelines.PIPELINES`, and package."""
 
     title: str
     pipeline: str
@@ -99,7 +99,7 @@ class Group(Processes):
 
 
 def images(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
-    """Run all pipelines.
+    """Run all data pipelines.
 
     Returns:
         "files" and "bytes" of the folder; "contenders": by letter a list of what each round gave;

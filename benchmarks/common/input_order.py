@@ -59,7 +59,7 @@ def _tf_data(job: Job) -> dict:
 
 
 def _resume(job: Job) -> dict:
-    """Return the seconds to an epoch's last batch, with a new and with an existing pipeline."""
+    """Return the seconds to an epoch's last batch, with a new and an existing data pipeline."""
     next(iter(_numbers(10 * BATCH)))
     begin = time.perf_counter()
     batches = _numbers(job.examples)
@@ -84,7 +84,7 @@ MEASURES = {"tfdist": _tfdist, "tf_data": _tf_data, "resume": _resume}
 
 
 def _numbers(examples: int):
-    """Return a pipeline of tfdist whose examples are their own numbers."""
+    """Return a data pipeline of tfdist whose examples are their own numbers."""
     import tensorflow as tf
 
     from tfdist.data import Source, pipeline

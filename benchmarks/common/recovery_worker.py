@@ -184,7 +184,7 @@ def _waiting(log_dir: str, standbys: int):
 
 
 def _built(strategy):
-    """Return the model and the pipeline that the config file describes."""
+    """Return the model and the data pipeline that the config file describes."""
     import keras
 
     from tfdist import models

@@ -1,4 +1,4 @@
-"""Run some steps, as `tfdist train` or as a pipeline of two stages, and print the bytes of tensors.
+"""Run steps, as `tfdist train` or in two pipeline stages, and print the bytes of tensors.
 
 For each device, these are the bytes held afterwards, those at the peak of a step, and those that a
 step sends.

@@ -1,4 +1,4 @@
-"""Test that pipelines of data sets yield every example, ordered by seed and epoch alone."""
+"""Test that data pipelines of data sets yield every example, ordered by seed and epoch alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Test a pipeline by way of data workers in this process: the same elements in the same order.
+"""Test a data pipeline by way of data workers in this process: the same elements in the same order.
 
 Also test that what cannot go there is refused.
 """
@@ -49,7 +49,7 @@ def at(epoch, first):
 # --- Order ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def both(data_workers):
-    """Return a pipeline without service, and the same by way of two data workers."""
+    """Return a data pipeline without service, and the same by way of two data workers."""
     return [
         pipeline((X, Y), 4, seed=3, transform=noisy, service=addresses)
         for addresses in (None, data_workers)

@@ -1,4 +1,4 @@
-"""Test the private names of Keras that pipelines rely on; see test_hooks.py."""
+"""Test the private names of Keras that pipeline parallelism relies on; see test_hooks.py."""
 
 import keras
 import numpy as np

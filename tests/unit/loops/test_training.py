@@ -31,7 +31,7 @@ def made(rows, **kwargs):
 
 
 def batches(rows=ROWS, **kwargs):
-    """Return a pipeline, which takes long to make, and begins anew each time."""
+    """Return a data pipeline, which takes long to make, and begins anew each time."""
     found = made(rows, **kwargs)
     found.epochs.next = 0
     return found

@@ -54,7 +54,7 @@ def three(tmp_path):
 
 
 def graph(function, *arguments):
-    """Call a function as a graph, as a pipeline does."""
+    """Call a function as a graph, as a data pipeline does."""
     return next(iter(tf.data.Dataset.from_tensors(arguments).map(function))).numpy()
 
 

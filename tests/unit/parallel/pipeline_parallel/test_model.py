@@ -403,8 +403,8 @@ def momentum():
 def trained(build, x, y, compiled, options=None, fit=None):
     """Return the inner model, the trained model and the history, after two batches.
 
-    With options the model is a pipeline; without them it runs eagerly, as graphs of few steps take
-    longer.
+    With options the model is pipeline parallel; without them it runs eagerly, as graphs of few steps
+    take longer.
     """
     keras.utils.set_random_seed(7)
     inner = build()
@@ -639,7 +639,7 @@ def dropping():
 
 
 def test_recompute_draws_the_same_dropout():
-    """Compare two pipelines, as micro-batches draw other masks than a whole batch.
+    """Compare two pipeline-parallel models, as micro-batches draw other masks than a whole batch.
 
     Their state after the step is equal, too.
     """
@@ -889,7 +889,7 @@ def test_some_workers_have_no_gpu():
 
 # --- Memory and places ----------------------------------------------------------------------------
 PEAKS = """
-from benchmarks.common.pipeline_worker import peak_bytes
+from benchmarks.common.pipeline_parallel_worker import peak_bytes
 for schedule in "gpipe", "1f1b":
     print(max(peak_bytes(schedule, stages=4, microbatches=8, recompute=False, steps=1, layers=4, beyond=True)))
 """  # noqa: E501

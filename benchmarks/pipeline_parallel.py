@@ -1,7 +1,9 @@
-"""Measure the bubble of pipeline schedules, beside theory's, and their peak memory.
+"""Measure the bubble of pipeline-parallel schedules, beside theory's, and their peak memory.
 
-    python benchmarks/pipeline.py            # writes benchmarks/reports/pipeline.{md,json}
-    python benchmarks/pipeline.py --quick    # a few steps of each, writes nothing
+    # Writes benchmarks/reports/pipeline_parallel.{md,json}.
+    python benchmarks/pipeline_parallel.py
+    # A few steps of each, writes nothing.
+    python benchmarks/pipeline_parallel.py --quick
 
 The bubble needs as many devices as stages, all equally fast. Where there are fewer cores than
 stages, stages that compute would show the machine's cores instead of the schedule: so each stage
@@ -33,7 +35,7 @@ from common.report import (
 
 from tfdist.parallel.pipeline_parallel.schedule import bubble, duration, tasks
 
-WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_worker.py"
+WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_parallel_worker.py"
 STAGES = 4
 MICROBATCHES = (8, 16)
 FORWARD_S = 0.02  # seconds of sleep; backward is twice that
@@ -225,7 +227,7 @@ def main(argv: list[str]) -> int:
     fill_options(args, ROUNDS, quick_steps=2)
     args.steps = args.steps or STEPS
     facts = begin(
-        "pipeline.py",
+        "pipeline_parallel.py",
         argv,
         args.rounds,
         TF_NUM_INTEROP_THREADS="16",
@@ -235,12 +237,12 @@ def main(argv: list[str]) -> int:
     try:
         results = run(args)
     except Failed as failure:
-        print(f"pipeline: {failure}", file=sys.stderr)
+        print(f"pipeline_parallel: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
     return conclude(
         args,
-        "pipeline",
+        "pipeline_parallel",
         report(results, verdicts, facts),
         {"about": facts, "bars": verdicts, **results},
     )

@@ -1,6 +1,6 @@
-"""Measure a pipeline once, in a process of its own.
+"""Measure a pipeline-parallel model once, in a process of its own.
 
-`pipeline_worker.py '{"kind": ...}'` prints its figures as JSON.
+`pipeline_parallel_worker.py '{"kind": ...}'` prints its figures as JSON.
 """
 
 from __future__ import annotations
