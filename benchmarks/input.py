@@ -44,10 +44,8 @@ from common.report import (
 )
 
 ROUNDS = 5
-UNTIMED, STEPS = (
-    16,
-    40,
-)  # batches of a pass: those before tf.data has found its number of threads, and those timed
+UNTIMED = 16  # batches of a pass before tf.data has found its number of threads
+STEPS = 40  # batches of a pass that are timed
 PARTS = ("images", "order")
 
 

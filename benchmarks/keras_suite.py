@@ -39,7 +39,7 @@ SETUPS = {
     "mirrored": "tfdist `mirrored`, 2 CPU devices",
 }
 OURS = ("one_device", "mirrored")
-TEST_SECONDS = 180
+TEST_TIMEOUT_S = 180
 REPORT = pathlib.Path(__file__).parent / "reports" / "keras_suite"
 # Tests, a part of their message, and why they fail. The first that matches is the reason.
 REASONS: tuple[tuple[str, str, str], ...] = (
@@ -159,7 +159,7 @@ def run_setup(setup: str, root: pathlib.Path, files: list[str], out: pathlib.Pat
         [
             f"--config-file={out.with_suffix('.ini')}",
             f"--rootdir={root}",
-            f"--timeout={TEST_SECONDS}",
+            f"--timeout={TEST_TIMEOUT_S}",
             *("-q", "--no-header", "--tb=native", "-p", "no:cacheprovider"),
             *(str(root / "keras/src" / file) for file in files),
         ],

@@ -176,7 +176,8 @@ class Clusters:
             self._running.pop(key).end()
         new = [key for key in dict.fromkeys(keys) if key not in self._running]
         for key in new:
-            self._running[key] = cluster = Cluster(*key, self._logs, self._timeout)
+            cluster = Cluster(*key, self._logs, self._timeout)
+            self._running[key] = cluster
             self._stack.callback(cluster.end)
         for key in new:
             self._running[key].ready()
@@ -398,10 +399,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, help="of each of them, default 10")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=10)
-    args.seeds, args.epochs = (
-        args.seeds or (1 if args.quick else 5),
-        args.epochs or (1 if args.quick else 10),
-    )
+    args.seeds = args.seeds or (1 if args.quick else 5)
+    args.epochs = args.epochs or (1 if args.quick else 10)
     return args
 
 

@@ -43,7 +43,9 @@ from tfdist.runtime.launch_protocol import read_journal
 
 ROUNDS = 3
 STEPS = 24  # of an epoch
-SAVE_FREQ, EPOCHS, SAVE_EPOCHS = 10, 5, 10  # steps; epochs of a launch, and of a timed fit
+SAVE_FREQ = 10  # steps
+EPOCHS = 5  # of a launch
+SAVE_EPOCHS = 10  # of a timed fit
 FITS = 4  # of each kind in a round: short ones, so that both sides of a ratio meet the same machine
 HANG_TIMEOUT_S = 5
 HANG_BOUND_S = (
@@ -67,7 +69,7 @@ STAGES = (
     ("ended", "teardown: the others end", "ours"),
     ("started", "launcher, until the script runs", "ours"),
     ("imported", "import of TensorFlow and Keras", "TensorFlow's"),
-    ("met", "import of tfdist, meeting of the workers", "ours"),
+    ("preflight", "import of tfdist, preflight", "ours"),
     ("joined", "TensorFlow's cluster, strategy", "TensorFlow's"),
     ("built", "model and data", "the script's"),
     ("fitting", "beginning of `fit`: the workers agree, which traces", "TensorFlow's"),
@@ -81,12 +83,10 @@ FREQUENCIES = {
 }
 LARGE = {"resnet50": "ResNet-50, 32 x 32", "transformer": "transformer, 12 layers of 128"}
 KINDS = {"standby": 2, "fresh": 0}  # standby processes
-DETECTION, RECOVERY, OWN, COST = (
-    1.0,
-    2.0,
-    0.5,
-    0.05,
-)  # seconds, seconds, seconds, share of throughput
+DETECTION_S = 1.0
+RECOVERY_S = 2.0
+OWN_S = 0.5
+COST = 0.05  # share of throughput
 Recoveries = dict[str, dict[str, list["Recovery"]]]
 Saves = dict[int, dict[str, list[tuple[float, float]]]]
 
@@ -212,7 +212,7 @@ def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
             event: next(line["time"] for line in later if line["event"] == event)
             for event in ("detected", "ended")
         }
-        for event in ("started", "imported", "met", "joined", "built", "stepping"):
+        for event in ("started", "imported", "preflight", "joined", "built", "stepping"):
             times[event] = max(
                 line["time"]
                 for line in later
@@ -280,7 +280,8 @@ def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
     """Return seconds and CPU seconds per epoch in each fit, by worker count and `save_freq`."""
     found: Saves = {}
     for workers in (1, 2):
-        seconds = found[workers] = {key: [] for key in FREQUENCIES}
+        seconds = {key: [] for key in FREQUENCIES}
+        found[workers] = seconds
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-"))
             team = Team(workers, cores, pathlib.Path(directory), timeout)
@@ -329,7 +330,7 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
             "detection of a dead process, s",
             max((each.stages["detected"] for each in killed), default=None),
             "<",
-            DETECTION,
+            DETECTION_S,
         ),
         (
             "detection of a hung process, s",
@@ -341,13 +342,13 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
             "from kill to next step with standby processes, median, s",
             statistics.median(map(total, ready)) if ready else None,
             "<=",
-            RECOVERY,
+            RECOVERY_S,
         ),
         (
             "of it tfdist's own, median, s",
             statistics.median(map(ours, ready)) if ready else None,
             "<=",
-            OWN,
+            OWN_S,
         ),
         (
             f"lost steps, saved every {SAVE_FREQ}",

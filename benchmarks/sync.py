@@ -47,14 +47,14 @@ EPOCHS = {"cnn": 20, "mlp": 40, "mlp50": 3}  # of the digits, before accuracies 
 SEEDS = 3
 TITLES = {
     "mean": "gradients, float32 (the default)",
-    "bfloat16": "gradients, bfloat16 on the wire",
-    "float16": "gradients, float16 on the wire",
+    "bfloat16": "gradients, `comm_dtype` bfloat16",
+    "float16": "gradients, `comm_dtype` float16",
     "accumulate": "gradients, one exchange for 4 steps",
     "local": f"local SGD, {EVERY} steps",
     "diloco": f"DiLoCo, {EVERY} steps",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
-    "zero2 bfloat16": "ZeRO-2, bfloat16 on the wire",
+    "zero2 bfloat16": "ZeRO-2, `comm_dtype` bfloat16",
     "power": f"PowerSGD, rank {RANK}, as a user's function",
     STOCK: "tf_keras `fit`, stock strategy",
 }
@@ -116,7 +116,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         logs = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sync-")))
         teams = {}
         for framework in frameworks:
-            teams[framework] = team = Team(framework, model, args.cores, logs, args.timeout)
+            team = Team(framework, model, args.cores, logs, args.timeout)
+            teams[framework] = team
             stack.callback(team.end)
         parameters = {team.ready() for team in teams.values()}
         if len(parameters) != 1:
@@ -266,7 +267,8 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=EVERY)
-    args.cores, args.epochs = cores(parser), args.epochs or (1 if args.quick else None)
+    args.cores = cores(parser)
+    args.epochs = args.epochs or (1 if args.quick else None)
     facts = begin("sync.py", argv, args.rounds, **ONE_THREAD)
     try:
         results = {name: measure(name, args) for name in args.models}

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable
 
 BATCH = 64
 SIDE = 224
-AREA, ASPECT = (
-    (0.08, 1.0),
-    (3 / 4, 4 / 3),
-)  # of the random crop, as torchvision and TensorFlow's ImageNet examples have it
+# Of the random crop, as torchvision and TensorFlow's ImageNet examples have it.
+AREA = (0.08, 1.0)
+ASPECT = (3 / 4, 4 / 3)
 KERAS_SIDE = 256  # what Keras' utility resizes to, before the random crop
 
 

@@ -15,7 +15,10 @@ import tensorflow as tf
 
 from tfdist.parallel import pipeline
 
-LAYERS, WIDTH, ROWS = 16, 256, 256  # of the memory's model; rows of a micro-batch
+# Of the model whose memory is measured.
+LAYERS = 16
+WIDTH = 256
+ROWS = 256  # of a micro-batch
 
 
 @keras.saving.register_keras_serializable("tfdist_benchmarks")
@@ -47,7 +50,8 @@ def _after(x: tf.Tensor, seconds: float) -> tf.Tensor:
 
 def sleeping(stages: int, seconds: float) -> tuple[keras.Model, list[str]]:
     """Return a model of equal stages, each of which sleeps, and where they end."""
-    inputs = x = keras.Input((4,))
+    inputs = keras.Input((4,))
+    x = inputs
     ends = []
     for i in range(stages):
         x = Sleeping(seconds, name=f"sleep_{i}")(keras.layers.Dense(4, name=f"dense_{i}")(x))
@@ -87,7 +91,8 @@ def peak_bytes(
 
     Weights and batch are included; with `beyond`, what was there before the step is not.
     """
-    inputs = x = keras.Input((WIDTH,))
+    inputs = keras.Input((WIDTH,))
+    x = inputs
     for _ in range(layers):
         x = keras.layers.Dense(WIDTH, activation="relu")(x)
     staged = pipeline(

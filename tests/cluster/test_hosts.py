@@ -53,7 +53,8 @@ class Hosts:
     def start(self, name, *flags, script=SCRIPT, **options):
         directory = self.root / name
         directory.mkdir(exist_ok=True)
-        self.launches[name] = launch = Launch(directory)
+        launch = Launch(directory)
+        self.launches[name] = launch
         launch.process = launch.start(
             "--rendezvous", self.address, *FLAGS, *flags, script=script, **options
         )

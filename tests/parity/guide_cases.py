@@ -167,7 +167,8 @@ def endpoint_layer(strategy):
             return ops.nn.softmax(logits)
 
     with strategy.scope():
-        inputs, targets = keras.Input([6], name="inputs"), keras.Input([4], name="targets")
+        inputs = keras.Input([6], name="inputs")
+        targets = keras.Input([4], name="targets")
         logits = layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l1")(inputs)
         predictions = LogisticEndpoint(name="predictions")(targets, logits)
         model = keras.Model({"inputs": inputs, "targets": targets}, predictions)
@@ -223,9 +224,11 @@ def variational_autoencoder(strategy):
             }
 
     with strategy.scope():
-        image, noise = keras.Input([4, 4]), keras.Input([2])
+        image = keras.Input([4, 4])
+        noise = keras.Input([2])
         hidden = layers.Dense(6, "relu")(layers.Flatten()(image))
-        mean, log_variance = layers.Dense(2)(hidden), layers.Dense(2)(hidden)
+        mean = layers.Dense(2)(hidden)
+        log_variance = layers.Dense(2)(hidden)
         encoder = keras.Model(
             [image, noise], [mean, log_variance, Sampling()([mean, log_variance, noise])]
         )

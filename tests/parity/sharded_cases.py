@@ -532,10 +532,9 @@ def check_files(
     """
     file = directory / "model.keras"
     model.save(file)
-    weights, state = (
-        model.get_weights(),
-        [v.numpy() for v in optimizer.variables],
-    )  # a collective: no worker goes on before the chief has written
+    # Collectives: no worker goes on before the chief has written.
+    weights = model.get_weights()
+    state = [v.numpy() for v in optimizer.variables]
     plain = keras.models.load_model(file)
     for found, expected in zip(
         [*plain.get_weights(), *[v.numpy() for v in plain.optimizer.variables]],

@@ -15,7 +15,8 @@ from tests.parity.cases import Steps
 from tfdist import layers
 from tfdist.layers import ShardedEmbedding
 
-ROWS, WIDTH = 23, 4  # no number of shards divides the rows
+ROWS = 23  # no number of shards divides the rows
+WIDTH = 4
 SHARDS = pytest.mark.parametrize("shards", [1, 2, 3, 7])
 
 

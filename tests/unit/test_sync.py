@@ -16,13 +16,11 @@ from tfdist.data.order import rows_of_replicas
 from tfdist.run import telemetry_callbacks
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 
-EXAMPLES, BATCH, EPOCHS, RATE, MOMENTUM = (
-    50,
-    9,
-    3,
-    0.05,
-    0.8,
-)  # nine rows are five for one replica, and four for the other
+EXAMPLES = 50
+BATCH = 9  # nine rows are five for one replica, and four for the other
+EPOCHS = 3
+RATE = 0.05
+MOMENTUM = 0.8
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True) + 1
 START = np.linspace(-1, 1, 6).astype(np.float32)  # five weights and a bias
@@ -104,7 +102,9 @@ def apart(policy):
         anchor = anchor - policy.outer_learning_rate * (
             difference + policy.outer_momentum * velocity
         )
-        copies, since, sent = [anchor] * 2, 0, sent + size
+        copies = [anchor] * 2
+        since = 0
+        sent += size
 
     for _ in range(EPOCHS):
         for parts in batches():
@@ -116,7 +116,9 @@ def apart(policy):
             copies = [step(w, g) for step, w, g in zip(steps, copies, own, strict=True)]
             since += 1
             if count <= policy.warmup:
-                anchor, since, sent = copies[0], 0, sent + size
+                anchor = copies[0]
+                since = 0
+                sent += size
             elif policy.every != "epoch" and (count - policy.warmup) % policy.every == 0:
                 meet()
         if since:  # somebody looks
@@ -439,8 +441,9 @@ def test_gradients_of_tied_weights_become_one(mirrored, policy):
         finally:
             mirrored.tfdist_engine.use(Gradients())
 
-    (found, sent), (expected, _) = run(policy), run(Gradients())
-    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
+    weights, sent = run(policy)
+    expected, _ = run(Gradients())
+    np.testing.assert_allclose(weights, expected, rtol=1e-2, atol=1e-3)
     assert sent == (
         22 * 2 if policy.comm_dtype else 21 * 4
     )  # 21 elements, padded where they travel in parts

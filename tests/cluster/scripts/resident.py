@@ -37,7 +37,8 @@ def held() -> int:
 before = held()
 model = build.make_model(settings, strategy, train)
 if stages:
-    whole, model = model, parallel.pipeline(model, stages, microbatches=8)
+    whole = model
+    model = parallel.pipeline(whole, stages, microbatches=8)
     model.compile(settings.train.optimizer, whole.loss)
 devices = stages or strategy.num_replicas_in_sync
 resident = []

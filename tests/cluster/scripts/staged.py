@@ -24,7 +24,8 @@ import numpy as np  # noqa: E402
 def build():
     keras.utils.set_random_seed(5)
     inputs = keras.Input((8,))
-    first = x = keras.layers.Dense(8, activation="relu")(inputs)
+    first = keras.layers.Dense(8, activation="relu")(inputs)
+    x = first
     for _ in range(2):
         x = keras.layers.Dense(8, activation="relu")(x)
     return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Add()([x, first])))

@@ -58,9 +58,8 @@ def test_masks_are_found_by_layers():
 def test_slots_and_updates_are_where_their_variables_are(scaled):
     with tf.device("cpu:1"):
         variable = keras.Variable([1.0, 2.0])
-    inner = optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=2)
-    if scaled:
-        optimizer = keras.optimizers.LossScaleOptimizer(inner)
+    inner = keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner) if scaled else inner
     stock = inner._distribution_strategy
     with updating_in_place(optimizer):
         optimizer.build([variable])

@@ -23,7 +23,7 @@ from tfdist.launch.rendezvous import Rendezvous
 from tfdist.launch.rendezvous_client import RendezvousClient
 
 TOKEN = b"0123456789abcdef"
-LONG = 20.0  # seconds: a bound that no passing test reaches
+LONG_S = 20.0  # a bound that no passing test reaches
 SILENCE = 1.0  # a loaded machine holds up a thread for less
 WINDOW = 0.5
 NEVER = 600.0
@@ -69,7 +69,7 @@ class House:
             "window": WINDOW,
             "host_timeout": SILENCE,
             "timeout": NEVER,
-            "grace": LONG,
+            "grace": LONG_S,
             **terms,
         }
         decide = decide or limited(restarts)
@@ -89,7 +89,7 @@ class House:
         return self.server
 
     def join(self, name, slots=1, digest="train.py", address=None, **options):
-        options = {"token": TOKEN, "host": "127.0.0.1", "join_timeout": LONG, **options}
+        options = {"token": TOKEN, "host": "127.0.0.1", "join_timeout": LONG_S, **options}
         joined = RendezvousClient(
             address or self.server.address, slots=slots, command_digest=digest, name=name, **options
         )
@@ -104,7 +104,7 @@ class House:
 
     def says(self, text):
         """Wait until a line of the log contains this text."""
-        limit = time.monotonic() + LONG
+        limit = time.monotonic() + LONG_S
         while not any(text in line for line in list(self.lines)):
             assert time.monotonic() < limit, f"nobody said {text!r}:\n" + "\n".join(self.lines)
             time.sleep(0.01)
@@ -128,7 +128,7 @@ def _ends(thread):
 
 def get(one, kind):
     """Return the member's next order, which is of that kind."""
-    order = one.order(LONG)
+    order = one.order(LONG_S)
     assert isinstance(order, kind), order
     return order
 
@@ -166,7 +166,7 @@ def test_two_hosts_form_a_generation_and_finish_when_all_are_done(house):
     assert server.wait(0.1) is None
     b.done()
     finishes(0, "all 3 workers done", a, b)
-    assert server.wait(LONG) == Finish(0, "all 3 workers done")
+    assert server.wait(LONG_S) == Finish(0, "all 3 workers done")
     house.says("generation 0: 3 workers on a (127.0.0.1) (1), b (127.0.0.1) (2)")
 
 
@@ -241,7 +241,7 @@ def test_missing_hosts_are_named_after_the_timeout(house):
         "Missing: hosts that never joined",
         a,
     )
-    assert server.wait(LONG).code == 75
+    assert server.wait(LONG_S).code == 75
     finishes(75, "never joined", house.join("late"))
 
 
@@ -269,12 +269,12 @@ def test_foreign_connections_do_no_harm(house):
     house.serve(1, 2, window=WINDOW)
     address = split_address(house.server.address)
     with contextlib.ExitStack() as stack:
-        raws = [stack.enter_context(socket.create_connection(address, LONG)) for _ in range(5)]
+        raws = [stack.enter_context(socket.create_connection(address, LONG_S)) for _ in range(5)]
         raws[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         raws[1].sendall(b"0" * 5000)
         channel = json_channel.connect(house.server.address, TOKEN)
         channel.send({"do": "join", "slots": "many"})
-        assert channel.receive(LONG)["code"] == 78
+        assert channel.receive(LONG_S)["code"] == 78
         channel.close()
         starts(house.join("a"))
     house.says("rejected a connection")
@@ -320,7 +320,7 @@ def test_the_policy_ends_it(house):
         if not last:
             starts(a, b)
     finishes(3, "b (127.0.0.1): KeyError: 1; all 1 restarts are used", a, b)
-    assert server.wait(LONG).code == 3
+    assert server.wait(LONG_S).code == 3
 
 
 def test_a_policy_that_fails_ends_it_too(house):
@@ -355,7 +355,7 @@ def test_reports_of_an_older_generation_are_ignored(house):
     heard = {}
 
     def until(word):
-        limit = time.monotonic() + LONG
+        limit = time.monotonic() + LONG_S
         while word not in heard:
             assert time.monotonic() < limit
             message = channel.receive(0.05) or {}
@@ -426,7 +426,7 @@ def test_only_the_first_host_can_serve_and_only_at_its_address(house):
         house.serve(1, 1, address="192.0.2.1:2222")  # reserved for documentation
     assert elsewhere.value.errno == errno.EADDRNOTAVAIL
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", split_address(house.server.address)[1]), LONG)
+        socket.create_connection(("127.0.0.2", split_address(house.server.address)[1]), LONG_S)
 
 
 def test_a_name_of_this_machine_alone_is_warned_of(house):
@@ -452,7 +452,7 @@ def test_the_rendezvous_vanishes(house):
     code = (
         "import sys, time\nfrom tfdist.launch.rendezvous import Rendezvous, Terms\n"
         f"Rendezvous({address!r}, {TOKEN!r}, Terms(2, 2, window={WINDOW}), decide=print)\n"
-        f"time.sleep({4 * LONG})"
+        f"time.sleep({4 * LONG_S})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), start_new_session=True
@@ -471,7 +471,7 @@ def test_the_rendezvous_vanishes(house):
         )
     finally:
         process.kill()
-        process.wait(LONG)
+        process.wait(LONG_S)
 
 
 def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
@@ -481,7 +481,7 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
         "from tfdist.launch.rendezvous_client import RendezvousClient\n"
         f"with RendezvousClient({house.server.address!r}, {TOKEN!r}, '127.0.0.1', 1, 'train.py', "
         "name='b') as b:\n"
-        f"  for order in iter(lambda: b.order({LONG}), None):\n"
+        f"  for order in iter(lambda: b.order({LONG_S}), None):\n"
         "    print(type(order).__name__, flush=True)\n"
         "    if type(order).__name__ in ('Cut', 'Finish'): break\n"
     )
@@ -508,7 +508,7 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
             assert get(a, Start).count == 1
             os.kill(process.pid, signal.SIGCONT)
             assert process.stdout.readline() == "Cut\n"
-            process.wait(LONG)
+            process.wait(LONG_S)
         finally:
             process.kill()
 
@@ -568,7 +568,7 @@ class Network:
                 if self.cut.is_set():
                     near.close()
                     continue
-                far = socket.create_connection(self._target, LONG)
+                far = socket.create_connection(self._target, LONG_S)
                 for one, other in ((near, far), (far, near)):
                     self._pool.submit(self._carry, one, other)
 
@@ -708,7 +708,8 @@ class Table:
             self.step()
 
     def take(self):
-        words, self.words = self.words, []
+        words = self.words
+        self.words = []
         return words
 
 
@@ -996,7 +997,8 @@ class World:
             (generation,) = generations
             assert generation > self.last
             self.last = generation
-            counts = self.last_counts = [message["count"] for _, message in starts]
+            counts = [message["count"] for _, message in starts]
+            self.last_counts = counts
             assert self.low <= sum(counts) <= self.high
             assert [message["first"] for _, message in starts] == [
                 sum(counts[:i]) for i in range(len(counts))

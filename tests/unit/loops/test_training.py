@@ -13,10 +13,8 @@ import tensorflow as tf
 import tfdist
 from tfdist import loops
 
-ROWS, GLOBAL_BATCH = (
-    25,
-    8,
-)  # three full batches, and one of one row, of which a second replica has none
+ROWS = 25
+GLOBAL_BATCH = 8  # three full batches, and one of one row, of which a second replica has none
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 

@@ -334,7 +334,8 @@ def test_a_pipeline_in_a_scope(mirrored):
 def cnn():
     """Build a model with skips within a stage, over one cut, and over all of them."""
     inputs = keras.Input((6, 6, 2))
-    first = x = L.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    first = L.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    x = first
     for _ in range(2):
         x = L.Add()([x, L.Conv2D(4, 3, padding="same", activation="relu")(x)])
     x = L.Concatenate()([first, L.Conv2D(4, 1)(x)])
@@ -403,8 +404,8 @@ def momentum():
 def trained(build, x, y, compiled, options=None, fit=None):
     """Return the inner model, the trained model and the history, after two batches.
 
-    With options the model is pipeline parallel; without them it runs eagerly, as graphs of few steps
-    take longer.
+    With options the model is pipeline parallel; without them it runs eagerly, as graphs of few
+    steps take longer.
     """
     keras.utils.set_random_seed(7)
     inner = build()

@@ -218,7 +218,8 @@ def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path)
     after = Counter()
     options = {"callbacks": lambda saves: [before, saves, after], "save_freq": 3}
     assert not train(one_device, tmp_path, interrupt=(1, 5), **options)["ended"]
-    before.count = after.count = 100
+    before.count = 100
+    after.count = 100
     assert train(one_device, tmp_path, seed=5, **options)["ended"]
     assert (before.count, after.count) == (STEPS * EPOCHS, STEPS * EPOCHS)
 

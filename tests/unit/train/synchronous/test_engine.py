@@ -556,7 +556,8 @@ def train_in_loop(strategy, build, inside=lambda update: update()):
 
 
 def test_a_loop_builds_its_optimizer_in_the_first_step(mirrored):
-    built, lazily = train_in_loop(mirrored, build=True), train_in_loop(mirrored, build=False)
+    built = train_in_loop(mirrored, build=True)
+    lazily = train_in_loop(mirrored, build=False)
     assert len(built) == 2 * (2 + 6)  # of each variable a copy per replica
     for a, b in zip(built, lazily, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)

@@ -14,7 +14,8 @@ from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.feed import Batch, Feed, batch_of, replica_rows, replica_slices
 
 HOST = "/cpu:0"
-ROWS, BATCH = 10, 4  # a short last batch
+ROWS = 10
+BATCH = 4  # a short last batch
 
 
 def places(workers, local_replicas=1):
