@@ -191,10 +191,10 @@ def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dic
         Contender letter -> steps_per_execution -> list by round: "steps_per_second",
         "cpu_milliseconds" of a step, of each process, "bytes" of a step.
     """
-    found = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
+    running = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
     cells = [
         (key, c, cluster, n)
-        for (key, c), cluster in zip(part.contenders.items(), found, strict=True)
+        for (key, c), cluster in zip(part.contenders.items(), running, strict=True)
         for n in part.per_execution
     ]
     results: dict = {key: {n: [] for n in part.per_execution} for key in part.contenders}
@@ -236,12 +236,12 @@ def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
 
     Contenders without a bar take long, and are measured once.
     """
-    found = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
+    running = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
     results: dict = {how: {"seconds": [], "of_little": []} for how in FIRST_BATCH}
     for number in range(rounds):
         cells = [
             (how, c)
-            for how, c in zip(FIRST_BATCH, found, strict=True)
+            for how, c in zip(FIRST_BATCH, running, strict=True)
             if number == 0 or FIRST_BATCH[how][2]
         ]
         for how, cluster in cells if number % 2 == 0 else reversed(cells):

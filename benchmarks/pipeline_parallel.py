@@ -131,11 +131,11 @@ def run(args: argparse.Namespace) -> dict[str, dict]:
 
 def judge(results: dict[str, dict]) -> list[dict]:
     """Compare the medians of the rounds with the bars."""
-    found = []
+    bubbles = []
     for key, values in results["seconds"].items():
         m = int(key.split()[1])
         part = waiting(m, statistics.median(values))
-        found.append(
+        bubbles.append(
             {
                 "name": f"bubble {key}",
                 "theory": bubble(STAGES, m),
@@ -148,7 +148,7 @@ def judge(results: dict[str, dict]) -> list[dict]:
         results["peaks"]["GPipe"]
     )
     return [
-        *found,
+        *bubbles,
         {"name": "memory", "bar": OF_GPIPE, "found": ratio, "passed": ratio <= OF_GPIPE},
     ]
 

@@ -196,7 +196,7 @@ def launch(
 
 def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
     """Read the recoveries from the faults of a launch from its journal."""
-    found = []
+    recovered = []
     for number, name in enumerate(faults):
         fault = next(
             line for line in journal if line["event"] == "fault" and line["number"] == number
@@ -235,53 +235,54 @@ def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
             event: end - before
             for (event, _, _), before, end in zip(STAGES, ends, ends[1:], strict=False)
         }
-        found.append(Recovery(name, stages, fault["total"] - (first - 1)))
-    return found
+        recovered.append(Recovery(name, stages, fault["total"] - (first - 1)))
+    return recovered
 
 
 def recover(faults: list[str], rounds: int, timeout: float) -> Recoveries:
     """Return the recoveries of all rounds, by kind of launch and by fault."""
-    found: Recoveries = {kind: collections.defaultdict(list) for kind in KINDS}
+    recoveries: Recoveries = {kind: collections.defaultdict(list) for kind in KINDS}
     for number in range(rounds):
         for kind in KINDS if number % 2 == 0 else reversed(KINDS):
             with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
                 for each in launch(pathlib.Path(directory), faults, KINDS[kind], timeout):
-                    found[kind][each.fault].append(each)
+                    recoveries[kind][each.fault].append(each)
             totals = "  ".join(
-                f"{name} {total(each[-1]):.1f}" for name, each in found[kind].items()
+                f"{name} {total(each[-1]):.1f}" for name, each in recoveries[kind].items()
             )
             print(
                 f"launch {number + 1} of {rounds}, {kind}, seconds until the next step: {totals}",
                 file=sys.stderr,
                 flush=True,
             )
-    return found
+    return recoveries
 
 
 def restart_large(rounds: int, timeout: float) -> Recoveries:
     """Return larger models' recoveries from the loss of a worker, by model and kind of launch."""
-    found: Recoveries = {model: collections.defaultdict(list) for model in LARGE}
+    recoveries: Recoveries = {model: collections.defaultdict(list) for model in LARGE}
     for number in range(rounds):
         for model in LARGE:
             for kind in KINDS if number % 2 == 0 else reversed(KINDS):
                 with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
-                    found[model][kind] += launch(
+                    recoveries[model][kind] += launch(
                         pathlib.Path(directory), ["worker"], KINDS[kind], timeout, model, epochs=1
                     )
+                seconds = total(recoveries[model][kind][-1])
                 print(
-                    f"{model}, {kind}: {total(found[model][kind][-1]):.1f} s until the next step",
+                    f"{model}, {kind}: {seconds:.1f} s until the next step",
                     file=sys.stderr,
                     flush=True,
                 )
-    return found
+    return recoveries
 
 
 def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
     """Return seconds and CPU seconds per epoch in each fit, by worker count and `save_freq`."""
-    found: Saves = {}
+    saves: Saves = {}
     for workers in (1, 2):
         seconds = {key: [] for key in FREQUENCIES}
-        found[workers] = seconds
+        saves[workers] = seconds
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-"))
             team = Team(workers, cores, pathlib.Path(directory), timeout)
@@ -298,7 +299,7 @@ def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
                     file=sys.stderr,
                     flush=True,
                 )
-    return found
+    return saves
 
 
 def total(recovery: Recovery) -> float:
@@ -313,7 +314,7 @@ def ours(recovery: Recovery) -> float:
 
 def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
     """Compare figures with their bars: the worst of all rounds, but for saves the median ratio."""
-    found = (
+    by_fault = (
         {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS}
         if recoveries
         else {}
@@ -323,8 +324,8 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
         if recoveries
         else []
     )
-    killed = [each for name in ("worker", "chief", "writing") for each in found.get(name, [])]
-    within = [each for name in ("worker", "chief", "hung") for each in found.get(name, [])]
+    killed = [each for name in ("worker", "chief", "writing") for each in by_fault.get(name, [])]
+    within = [each for name in ("worker", "chief", "hung") for each in by_fault.get(name, [])]
     rows: list[tuple[str, float | None, str, float]] = [
         (
             "detection of a dead process, s",
@@ -334,7 +335,7 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
         ),
         (
             "detection of a hung process, s",
-            max((each.stages["detected"] for each in found.get("hung", [])), default=None),
+            max((each.stages["detected"] for each in by_fault.get("hung", [])), default=None),
             "<=",
             HANG_BOUND_S,
         ),
@@ -396,8 +397,8 @@ def report(
         lines += row(
             each["name"], value, each["bar"], verdict(each["passed"], each["value"] is not None)
         )
-    for kind, found in recoveries.items():
-        names = list(found)
+    for kind, by_fault in recoveries.items():
+        names = list(by_fault)
         how = (
             "With standby processes" if KINDS[kind] else "Without standby processes (`--standby 0`)"
         )
@@ -412,20 +413,20 @@ def report(
         for event, title, whose in STAGES:
             lines += row(
                 title,
-                *(spread([each.stages[event] for each in found[name]], ".2f") for name in names),
+                *(spread([each.stages[event] for each in by_fault[name]], ".2f") for name in names),
                 whose,
             )
         lines += row(
-            "**all**", *(spread(list(map(total, found[name])), ".1f") for name in names), ""
+            "**all**", *(spread(list(map(total, by_fault[name])), ".1f") for name in names), ""
         )
         lines += row(
             "**tfdist's own**",
-            *(spread([ours(each) for each in found[name]], ".2f") for name in names),
+            *(spread([ours(each) for each in by_fault[name]], ".2f") for name in names),
             "",
         )
         lines += row(
             f"steps lost, saved every {SAVE_FREQ}",
-            *(spread([each.lost for each in found[name]], ".0f") for name in names),
+            *(spread([each.lost for each in by_fault[name]], ".0f") for name in names),
             "",
         )
     if recoveries:
@@ -535,7 +536,7 @@ def main(argv: list[str]) -> int:
     facts = begin("recovery.py", argv, args.rounds)
     faults = ["worker"] if args.quick else list(FAULTS)
     try:
-        found = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
+        recoveries = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
         large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
         saved = (
             save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
@@ -545,12 +546,12 @@ def main(argv: list[str]) -> int:
     except (ProcessFailed, subprocess.TimeoutExpired) as failure:
         print(f"recovery: {failure}", file=sys.stderr)
         return 2
-    verdicts = judge(found, saved)
-    text = report(found, large, saved, verdicts, facts)
+    verdicts = judge(recoveries, saved)
+    text = report(recoveries, large, saved, verdicts, facts)
     figures = {
         "recoveries": {
             kind: {name: list(map(dataclasses.asdict, values)) for name, values in each.items()}
-            for kind, each in found.items()
+            for kind, each in recoveries.items()
         },
         "larger_models": {
             model: {kind: list(map(dataclasses.asdict, values)) for kind, values in each.items()}

@@ -79,9 +79,9 @@ def measure(
             for number in range(-1, rounds):  # the first one traces and compiles
                 for name in MEASURES if number % 2 == 0 else MEASURES[::-1]:
                     team.order(members, name, steps if number >= 0 else 3)
-                    found = max(team.answers(members, f"run {steps} steps of {name!r}")) / steps
+                    slowest = max(team.answers(members, f"run {steps} steps of {name!r}")) / steps
                     if number >= 0:
-                        seconds[name].append(found)
+                        seconds[name].append(slowest)
                 if number >= 0:
                     ratio = seconds["step_breakdown"][-1] / seconds["quiet"][-1]
                     print(

@@ -130,14 +130,14 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         seeds = {v: SEEDS if v in compared and not args.quick else 1 for v in variants}
         accuracy = {}
         for variant in variants:  # the first training traces and compiles, too
-            found = [
+            accuracies = [
                 max(of[variant].ask("accuracy", variant, epochs, seed))
                 for seed in range(1, 1 + seeds[variant])
             ]
-            accuracy[variant] = statistics.mean(found)
+            accuracy[variant] = statistics.mean(accuracies)
             print(
                 f"{model.title}, {variant}: accuracies "
-                f"{', '.join(f'{each:.2%}' for each in found)}",
+                f"{', '.join(f'{each:.2%}' for each in accuracies)}",
                 file=sys.stderr,
                 flush=True,
             )

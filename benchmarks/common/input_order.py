@@ -68,14 +68,14 @@ def _resume(job: Job) -> dict:
     iterator = iter(batches.of_epoch(0, last))
     batch = next(iterator)
     end = time.perf_counter()
-    wanted = job.examples - last * BATCH
+    last_examples = job.examples - last * BATCH
     if (
-        batch.shape[0] != wanted
+        batch.shape[0] != last_examples
         or next(iterator, None) is not None
         or (batch.numpy() != batches.order.batch(0, last).numpy()).any()
     ):
         raise ValueError(
-            f"expected the last batch of {wanted} examples, and no other; received {batch}"
+            f"expected the last batch of {last_examples} examples, and no other; received {batch}"
         )
     return {"all": end - begin, "iterator": end - built}
 

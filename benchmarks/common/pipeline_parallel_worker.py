@@ -70,12 +70,12 @@ def step_seconds(
     staged.compile("sgd", "mse")
     x = np.zeros((2 * microbatches, 4), "float32")
     staged.train_on_batch(x, x)  # traces
-    found = []
+    times = []
     for _ in range(steps):
         begin = time.perf_counter()
         staged.train_on_batch(x, x)
-        found.append(time.perf_counter() - begin)
-    return found
+        times.append(time.perf_counter() - begin)
+    return times
 
 
 def peak_bytes(
@@ -106,13 +106,13 @@ def peak_bytes(
     staged.compile("sgd", "mse")
     rows = tf.zeros((ROWS * microbatches, WIDTH))
     staged.train_on_batch(rows, rows)
-    found = []
+    peaks = []
     for _ in range(steps):
         before = tf.config.experimental.get_memory_info("CPU:0")["current"] if beyond else 0
         tf.config.experimental.reset_memory_stats("CPU:0")
         staged.train_on_batch(rows, rows)
-        found.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
-    return found
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    return peaks
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def positive(text: str) -> int:
 
 def _versions() -> str:
     packages = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-    found = [
+    installed = [
         f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)
     ]
-    return ", ".join([f"Python {platform.python_version()}", *found])
+    return ", ".join([f"Python {platform.python_version()}", *installed])

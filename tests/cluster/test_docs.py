@@ -29,8 +29,8 @@ def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
     """Return (words after the language, text) of a page's blocks of code."""
     return [
         (words, text)
-        for found, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
-        if found == language
+        for block_language, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
+        if block_language == language
     ]
 
 

@@ -76,25 +76,25 @@ def runs(tmp_path_factory, digits_dir):
                 ],
             )
         members.succeed(TIMEOUT_S)
-        found = {
+        printed = {
             way: dict(re.findall(r"^(resident|peak|sent) (\d+)$", members.log(way), re.MULTILINE))
             for way in WAYS
         }
         return json.loads(members.log("plan")), {
-            way: {what: int(count) for what, count in each.items()} for way, each in found.items()
+            way: {what: int(count) for what, count in each.items()} for way, each in printed.items()
         }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_predictions_are_near_what_training_holds_and_sends(runs, way):
-    plan, found = runs
+    plan, measured = runs
     predicted = next(each for each in plan["ways"] if each["name"] == way)
-    assert found[way]["resident"] == pytest.approx(predicted["resident"], rel=0.1)
+    assert measured[way]["resident"] == pytest.approx(predicted["resident"], rel=0.1)
     assert (
-        0.95 * found[way]["peak"] < predicted["peak"] < 1.4 * found[way]["peak"]
+        0.95 * measured[way]["peak"] < predicted["peak"] < 1.4 * measured[way]["peak"]
     )  # what may be there at a time is not always
     if way != "pipeline":
-        assert found[way]["sent"] == pytest.approx(predicted["sent"], rel=0.1)
+        assert measured[way]["sent"] == pytest.approx(predicted["sent"], rel=0.1)
 
 
 def test_the_plan_takes_the_first_that_fits(runs):

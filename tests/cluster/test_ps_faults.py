@@ -70,8 +70,8 @@ def job(tmp_path):
 def epochs(log):
     """Return the chief's lines on epochs: number, examples seen once, optimizer iterations."""
     return [
-        tuple(map(int, found))
-        for found in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)
+        tuple(map(int, groups))
+        for groups in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)
     ]
 
 

@@ -51,11 +51,11 @@ def fitted(model, *arrays, evaluated=False, **kwargs):
     data = tf.data.Dataset.from_tensor_slices(arrays[0] if len(arrays) == 1 else arrays)
     data = data.batch(BATCH)
     history = model.fit(data, epochs=EPOCHS, verbose=0, **kwargs).history
-    found = {f"history/{name}": np.asarray(values) for name, values in history.items()}
+    figures = {f"history/{name}": np.asarray(values) for name, values in history.items()}
     if evaluated:
         results = model.evaluate(data, verbose=0, return_dict=True)
-        found.update({f"test/{name}": np.asarray(value) for name, value in results.items()})
-    return {**found, **weights(model)}
+        figures.update({f"test/{name}": np.asarray(value) for name, value in results.items()})
+    return {**figures, **weights(model)}
 
 
 def perceptron(cls=keras.Model):

@@ -173,7 +173,7 @@ def flat(model):
 def signs(gradients):
     """Return the sign of each element by a vote of the replicas, as a user's function."""
     group = tfdist.parallel.replicas()
-    return [tf.sign(group.all_reduce(g, f"votes {place}")) for place, g in enumerate(gradients)]
+    return [tf.sign(group.all_reduce(g, f"votes {index}")) for index, g in enumerate(gradients)]
 
 
 TOGETHER = {
@@ -309,9 +309,9 @@ def test_one_replica_takes_policies_too(one_device):
     ],
 )
 def test_a_bad_policy_is_named(make, text):
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as error:
         make()
-    assert text in str(found.value)
+    assert text in str(error.value)
 
 
 def test_unsupported_combinations_of_a_policy_are_named(mirrored):
@@ -626,10 +626,10 @@ def test_saved_file_has_the_average_of_all_replicas(under, tmp_path):
     ]
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    for found, expected in zip(
+    for saved, expected in zip(
         (*loaded.weights, *loaded.optimizer.variables[2:]), (*copies, *slots), strict=True
     ):
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(saved.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 SKIPS = Gradients(skip_nonfinite=True)
@@ -650,7 +650,9 @@ def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
     model = built(strategy, how=how)
     model.compile(
         model.optimizer,
-        lambda y, found: keras.ops.square(found - tf.debugging.check_numerics(y, "labels")),
+        lambda y, prediction: keras.ops.square(
+            prediction - tf.debugging.check_numerics(y, "labels")
+        ),
     )
     x = X[:48].copy()
     y = Y[:48].copy()
@@ -689,8 +691,8 @@ def plain_loss(mirrored):
 
 @pytest.mark.parametrize("name", CONVERGES)
 def test_every_policy_converges(mirrored, plain_loss, name):
-    found = losses(mirrored, CONVERGES[name])
-    assert abs(found[-1] - plain_loss) < 0.05 * found[0]
+    curve = losses(mirrored, CONVERGES[name])
+    assert abs(curve[-1] - plain_loss) < 0.05 * curve[0]
 
 
 # --- Resuming -------------------------------------------------------------------------------------

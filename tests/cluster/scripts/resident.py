@@ -27,11 +27,11 @@ next(iter(train))  # the data are in memory from here on
 def held() -> int:
     """Return the bytes in use once threads have let go of the last step's tensors."""
     gc.collect()
-    found = []
+    readings = []
     for _ in range(10):
         time.sleep(0.1)
-        found.append(tf.config.experimental.get_memory_info("CPU:0")["current"])
-    return min(found)
+        readings.append(tf.config.experimental.get_memory_info("CPU:0")["current"])
+    return min(readings)
 
 
 before = held()

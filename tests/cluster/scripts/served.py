@@ -54,11 +54,11 @@ def main():
     action, directory = sys.argv[1:]
     spec = ClusterSpec.from_environ()
     if action == "read":
-        found = [
+        batches = [
             read(kind(directory, True), spec.rank, len(spec.training_tasks))
             for kind in (by_number, by_file)
         ]
-        pathlib.Path(f"{spec.task}.json").write_text(json.dumps(found))
+        pathlib.Path(f"{spec.task}.json").write_text(json.dumps(batches))
         return
     steps = 0
     while True:

@@ -71,9 +71,9 @@ def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
         [batches.replica_rows(index, 1, 2, epoch=1, first_step=1) for index in range(2)]
         for batches in both
     )
-    found = list(zip(*map(values, shares), strict=True))
-    assert len(found) == 5
-    assert found == list(zip(*map(values, expected), strict=True))
+    steps = list(zip(*map(values, shares), strict=True))
+    assert len(steps) == 5
+    assert steps == list(zip(*map(values, expected), strict=True))
 
 
 @pytest.mark.parametrize("steps", [7, None])

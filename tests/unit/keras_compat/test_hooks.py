@@ -408,11 +408,11 @@ def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
         verbose=0,
         callbacks=[saves, board],
     )
-    found = [
+    counters = [
         [getattr(callback, name) for name in names]
         for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)
     ]
-    assert found == [[1, 2], [6, 4]]
+    assert counters == [[1, 2], [6, 4]]
 
 
 def test_the_writers_of_logs_are_found_and_made_again(tmp_path):
@@ -625,7 +625,7 @@ def test_counters_of_passes_are_found_through_other_data_sets():
     numbers = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
     other = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
     made = tf.data.Dataset.zip(numbers.map(lambda x, y: x).prefetch(1), other.repeat(2))
-    found = keras_compat.pass_counters(made)
-    assert {id(counter) for counter in found} == {id(numbers.epochs), id(other.epochs)}
+    counters = keras_compat.pass_counters(made)
+    assert {id(counter) for counter in counters} == {id(numbers.epochs), id(other.epochs)}
     assert keras_compat.pass_counters(numbers.cache().prefetch(1)) == []
     assert keras_compat.pass_counters(tf.data.Dataset.range(3)) == []

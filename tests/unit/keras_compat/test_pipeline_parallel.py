@@ -80,10 +80,10 @@ def test_slots_and_updates_are_where_their_variables_are(scaled):
     slots = [v for v in inner.variables if v.shape == (2,)]
     assert len(slots) == 3
     assert {v.value.device[-5:] for v in slots} == {"CPU:1"}
-    found = graph.as_graph_def(add_shapes=True)
+    graph_def = graph.as_graph_def(add_shapes=True)
     nodes = [
         node
-        for nodes in (found.node, *(f.node_def for f in found.library.function))
+        for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function))
         for node in nodes
     ]
     assert "IdentityN" not in {node.op for node in nodes}

@@ -50,13 +50,13 @@ def half_way(flags):
 )
 def test_a_refusal_is_named_and_changes_nothing(unshare, platform, refusal):
     before = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")
-    found = isolation.isolate(unshare, platform)
-    assert found.endswith(refusal)
+    reason = isolation.isolate(unshare, platform)
+    assert reason.endswith(refusal)
     assert (os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")) == before
-    text = isolation.warning(found, colour=True)
+    text = isolation.warning(reason, colour=True)
     assert text.startswith("\x1b[1;31mWARNING: other hosts may reach these tasks.\x1b[0m\n")
     assert all(
-        part in text for part in (found, "without authentication", "firewall", "--allow-remote")
+        part in text for part in (reason, "without authentication", "firewall", "--allow-remote")
     )
 
 

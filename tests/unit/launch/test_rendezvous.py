@@ -891,7 +891,7 @@ class World:
         self.hosts = {}  # key -> id
         self.slots = {f"id-{i}": self.random.randint(1, 3) for i in range(5)}
         self.running = {}  # key -> the generation whose workers run there
-        self.told = {}  # key -> the generation that it is to stop
+        self.stopping = {}  # key -> the generation that it is to stop
         self.mute = set()
         self.last_counts = []
         terms = Terms(self.low, self.high, window=3.0, host_timeout=5.0, timeout=100.0, grace=8.0)
@@ -907,9 +907,11 @@ class World:
         for key in list(self.hosts):
             if key not in self.mute:
                 self.membership.receive(key, {"do": "beat", "number": 0}, self.now)
-                if key in self.told and (calm or self.random.random() < 0.2):
+                if key in self.stopping and (calm or self.random.random() < 0.2):
                     self.report(
-                        key, self.told[key], self.random.choice(("stopped", "failed", "preempted"))
+                        key,
+                        self.stopping[key],
+                        self.random.choice(("stopped", "failed", "preempted")),
                     )
         if not calm and self.random.random() < 0.08:
             self.trouble()
@@ -964,11 +966,11 @@ class World:
 
     def report(self, key, generation, word, **facts):
         self.running.pop(key, None)
-        self.told.pop(key, None)
+        self.stopping.pop(key, None)
         self.membership.receive(key, {"do": word, "generation": generation, **facts}, self.now)
 
     def lose(self, key):
-        for known in (self.hosts, self.running, self.told):
+        for known in (self.hosts, self.running, self.stopping):
             known.pop(key, None)
         self.mute.discard(key)
 
@@ -991,7 +993,7 @@ class World:
                 )
                 starts.append((key, message))
             elif message["do"] == "stop" and self.running.get(key) == message["generation"]:
-                self.told[key] = message["generation"]
+                self.stopping[key] = message["generation"]
         if starts:
             generations = {message["generation"] for _, message in starts}
             (generation,) = generations
@@ -1017,7 +1019,7 @@ def test_generations_never_overlap_and_all_hosts_work_in_the_end(seed):
             world.step(calm=True)
         if world.membership.finish is None:
             assert sum(world.last_counts) == min(world.high, sum(world.slots.values()))
-            assert not world.told
+            assert not world.stopping
             assert world.running
             for key in list(world.running):
                 world.report(key, world.running[key], "done")

@@ -394,9 +394,9 @@ def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
     environ["TF_A"] = "3"
     for name in ("tensorflow", "tensorflow.python", "tfdist.__main__"):
         recorder.find_spec(name)
-    found = read_imports(str(path))
-    assert found.modules == ("tfdist.runtime.formatting", "keras", "tensorflow")
-    assert found.environ == {"TF_A": "2", "TF_GONE": None}
+    recorded = read_imports(str(path))
+    assert recorded.modules == ("tfdist.runtime.formatting", "keras", "tensorflow")
+    assert recorded.environ == {"TF_A": "2", "TF_GONE": None}
 
 
 def test_import_record_that_cannot_be_written_or_read_is_ignored(tmp_path):

@@ -134,14 +134,14 @@ def test_show_without_images_or_labels(workplace, tfdist):
 
 
 @pytest.mark.parametrize(
-    ("split", "place"), [("plain", "plain.tfrecord, byte "), ("zip", "zip.tfrecord, record 4")]
+    ("split", "location"), [("plain", "plain.tfrecord, byte "), ("zip", "zip.tfrecord, record 4")]
 )
-def test_an_example_that_cannot_be_read_is_named(workplace, tfdist, split, place):
+def test_an_example_that_cannot_be_read_is_named(workplace, tfdist, split, location):
     code, out, _ = tfdist("show", "records", "--split", split)
     assert code == 1
     assert "ERRORS     1 of the sampled examples cannot be read. The first:\n4   " in out
     assert "cannot be read: Unknown image file format" in out
-    assert f"at       {workplace}/{place}" in out
+    assert f"at       {workplace}/{location}" in out
     assert f"runs/data/records_{split}.png: 5 images" in out
     code, out, _ = tfdist("head", "records", "--split", split, "-n", "6")
     assert code == 1
@@ -359,8 +359,8 @@ def test_streams_are_read_from_each_file_and_past_damaged_ones(tmp_path):
     read = list(examples.draw(source, 12))
     assert [x.number for x in read] == list(range(12))
     assert [x.number for x in read if x.error is not None] == [5]
-    found = list(examples.numbered(source, np.array([4, 5, 6, 9])))
-    assert [(x.number, x.error is None) for x in found] == [
+    numbered = list(examples.numbered(source, np.array([4, 5, 6, 9])))
+    assert [(x.number, x.error is None) for x in numbered] == [
         (4, True),
         (5, False),
         (6, True),

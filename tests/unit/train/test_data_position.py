@@ -137,9 +137,9 @@ def test_arrays_resume_without_a_strategy(tmp_path):
     whole, weights = fit("whole")
     with pytest.raises(Stop):
         fit("cut", Interrupts(10))
-    resumed, found = fit("cut")
+    resumed, resumed_weights = fit("cut")
     assert resumed == whole
-    for mine, other in zip(found, weights, strict=True):
+    for mine, other in zip(resumed_weights, weights, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 

@@ -84,8 +84,12 @@ def test_a_checkpoints_name_tells_its_epoch(tmp_path, template, name, epoch):
                 )
             ]
         )
-        (found,) = source()
-        assert (found.path, found.epoch, found.finished) == (str(path), epoch, finished)
+        (checkpoint,) = source()
+        assert (checkpoint.path, checkpoint.epoch, checkpoint.finished) == (
+            str(path),
+            epoch,
+            finished,
+        )
 
 
 def test_a_backup_tells_its_epoch(tmp_path):

@@ -241,19 +241,19 @@ def test_opening_needs_no_new_index(tmp_path):
 
 
 def test_progress_counts_all_examples(tmp_path):
-    told = []
+    calls = []
     lock = threading.Lock()
 
     def progress(done, total):
         with lock:
-            told.append((done, total))
+            calls.append((done, total))
 
     write(
         of_arrays(np.arange(2500)), tmp_path / "a", workers=2, shard_bytes=20_000, progress=progress
     )
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (2500, 2500)
-    assert len(told) >= 3
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (2500, 2500)
+    assert len(calls) >= 3
 
 
 def test_a_part_of_the_files_can_be_read(written):
@@ -301,11 +301,11 @@ def test_killed_call_resumes(tmp_path, run_python, kind):
     with open(out / ".writing" / f"{damaged}.tfrecord", "r+b") as file:
         file.seek(100)
         file.write(b"\xff\xff")
-    told = []
+    calls = []
     manifest = write(
-        source, out, shard_bytes=20_000, workers=2, progress=lambda done, total: told.append(done)
+        source, out, shard_bytes=20_000, workers=2, progress=lambda done, total: calls.append(done)
     )
-    assert told[0] >= sum(manifest["shards"][int(stem)]["examples"] for stem in list(whole)[:1])
+    assert calls[0] >= sum(manifest["shards"][int(stem)]["examples"] for stem in list(whole)[:1])
     for stem, before in whole.items():
         after = shards(out)[int(stem)].stat()
         kept = (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
@@ -352,10 +352,10 @@ def test_what_is_finished_is_not_written_again(tmp_path):
 
 def test_two_writers_at_the_same_time(tmp_path):
     source = of_arrays(np.arange(3000))
-    found = []
+    manifests = []
     both = [
         threading.Thread(
-            target=lambda: found.append(write(source, tmp_path / "out", shard_bytes=10_000))
+            target=lambda: manifests.append(write(source, tmp_path / "out", shard_bytes=10_000))
         )
         for _ in range(2)
     ]
@@ -363,7 +363,7 @@ def test_two_writers_at_the_same_time(tmp_path):
         each.start()
     for each in both:
         each.join(120)
-    assert found[0] == found[1] == verify(tmp_path / "out")
+    assert manifests[0] == manifests[1] == verify(tmp_path / "out")
     assert records(tmp_path / "out").cardinality == 3000
 
 

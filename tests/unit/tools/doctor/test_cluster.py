@@ -37,24 +37,24 @@ def who(spec, task="worker:0", versions="keras 3.15", nonce="mine", gpus=0):
 
 def peers(spec=SPEC, first=1, **changes):
     """Return tasks 1, 2, ... as their doctors describe them; `changes` apply to worker:1."""
-    found = {}
+    by_task = {}
     for task in spec.listening_tasks[first:]:
         mine = changes if task.index == 1 else {}
         offset = mine.get("offset", 0.0)
         facts = {key: value for key, value in mine.items() if key != "offset"}
         said = {**who(spec, str(task), nonce=f"of {task}"), **facts}
-        found[str(task)] = Peer(str(task), task.address, said, offset=offset)
-    return found
+        by_task[str(task)] = Peer(str(task), task.address, said, offset=offset)
+    return by_task
 
 
-def bad(found):
-    assert all(check.remedy for check in found if check.status != "pass")
-    return [check for check in found if check.status != "pass"]
+def bad(checks):
+    assert all(check.remedy for check in checks if check.status != "pass")
+    return [check for check in checks if check.status != "pass"]
 
 
-def one(found, name, *texts, status="fail"):
+def one(checks, name, *texts, status="fail"):
     """Return the one check that does not pass."""
-    (check,) = bad(found)
+    (check,) = bad(checks)
     assert (check.name, check.status) == (name, status)
     for text in texts:
         assert text in f"{check.found}; {check.remedy}"
@@ -100,13 +100,13 @@ def test_hosts_that_fit_together():
 def test_a_wrong_file(text, message, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(text)
     assert main.main(["--quick", "--json", "--cluster", str(tmp_path / "c.yaml")]) == 1
-    found = [
+    checks = [
         check
         for check in json.loads(capsys.readouterr().out)["checks"]
         if check["part"] == "cluster"
     ]
-    assert [(check["name"], check["status"]) for check in found] == [("file", "fail")]
-    assert message in f"{found[0]['found']}; {found[0]['remedy']}"
+    assert [(check["name"], check["status"]) for check in checks] == [("file", "fail")]
+    assert message in f"{checks[0]['found']}; {checks[0]['remedy']}"
 
 
 def alone(spec):
@@ -118,9 +118,9 @@ def alone(spec):
 
 def test_a_name_that_does_not_resolve():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "no-such-host.invalid:2222")})
-    found, _ = cluster.check_spec(spec, spec.tasks[:1])
+    checks, _ = cluster.check_spec(spec, spec.tasks[:1])
     one(
-        found,
+        checks,
         "names",
         "worker:1 at no-such-host.invalid:2222 does not resolve",
         "add it to DNS or /etc/hosts",
@@ -129,30 +129,30 @@ def test_a_name_that_does_not_resolve():
 
 def test_an_address_of_another_machine():
     spec = ClusterSpec({"worker": ("203.0.113.1:2222", "203.0.113.2:2222")}, "worker", 0)
-    found, _ = cluster.check_spec(spec, [spec.task])
+    checks, _ = cluster.check_spec(spec, [spec.task])
     same_words(
-        one(found, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec)
+        one(checks, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec)
     )
 
 
 def test_loopback_beside_real_addresses():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "203.0.113.2:2222")}, "worker", 0)
-    found, _ = cluster.check_spec(spec, [spec.task])
-    same_words(one(found, "addresses", "is a loopback address"), alone(spec))
+    checks, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(checks, "addresses", "is a loopback address"), alone(spec))
 
 
 def test_two_names_of_one_machine_and_port():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "localhost:2222")}, "worker", 0)
-    found, _ = cluster.check_spec(spec, [spec.task])
-    same_words(one(found, "addresses", "are the same machine and port"), alone(spec))
+    checks, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(checks, "addresses", "are the same machine and port"), alone(spec))
 
 
 def test_a_port_that_is_taken():
     spec = ClusterSpec.local(workers=2).for_task("worker", 0)
     with socket.create_server(split_address(spec.task.address)):
-        found, taken = cluster.check_spec(spec, [spec.task])
-        found += cluster.check_ports([spec.task], taken, {})
-        same_words(one(found, "ports", "already in use on this machine"), alone(spec))
+        checks, taken = cluster.check_spec(spec, [spec.task])
+        checks += cluster.check_ports([spec.task], taken, {})
+        same_words(one(checks, "ports", "already in use on this machine"), alone(spec))
 
 
 def test_no_task_is_here(tmp_path, capsys):
@@ -168,11 +168,11 @@ def test_a_task_that_does_not_come():
     spec = ClusterSpec.local(workers=2).for_task("worker", 0)
     peer_exchange = PeerExchange(Responder(spec, who(spec), {}), [spec.task], timeout=0.2)
     peer_exchange.ask_all()
-    found = cluster.check_peers(
+    checks = cluster.check_peers(
         spec, who(spec), peer_exchange.own, peer_exchange.peers, peer_exchange.missing, 0.2
     )
     check = one(
-        found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused"
+        checks, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused"
     )
     with pytest.raises(preflight.PeersAbsent) as error:
         preflight.check(spec, timeout=0.2)
@@ -196,7 +196,7 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
         peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=0.5)
         peer_exchange.ask_all()
     assert responder.done == {"worker:1": ""}
-    found = cluster.check_peers(
+    checks = cluster.check_peers(
         spec,
         who(spec),
         peer_exchange.own,
@@ -204,7 +204,7 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
         peer_exchange.missing,
         peer_exchange.elapsed,
     )
-    one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
+    one(checks, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
 
 
 def test_a_fault_of_a_task_that_is_gone_is_enough():
@@ -308,11 +308,11 @@ def other(*addresses):
     ids=["order", "the leader's port", "size"],
 )
 def test_different_clusters(spec, where):
-    found = judged(
+    checks = judged(
         **{key: who(spec, "worker:1", nonce="of worker:1")[key] for key in ("cluster", "tasks")}
     )
     check = one(
-        found,
+        checks,
         "spec",
         "worker:1 at 10.0.0.2:2222 has a different cluster spec",
         where,
@@ -346,20 +346,20 @@ def test_different_versions():
 
 
 def test_a_task_that_is_claimed_twice():
-    found = peers()
-    found["worker:2"] = dataclasses.replace(
-        found["worker:2"], hello=who(SPEC, "worker:2", nonce="another")
+    by_task = peers()
+    by_task["worker:2"] = dataclasses.replace(
+        by_task["worker:2"], hello=who(SPEC, "worker:2", nonce="another")
     )
-    found["worker:1"] = dataclasses.replace(
-        found["worker:1"], hello=who(SPEC, "worker:0", nonce="other")
+    by_task["worker:1"] = dataclasses.replace(
+        by_task["worker:1"], hello=who(SPEC, "worker:0", nonce="other")
     )
-    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
+    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, by_task, {}, 5.0))
     assert (
         "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: "
         "the address belongs to another machine"
     ) in checks[0].found
-    found["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
-    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
+    by_task["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
+    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, by_task, {}, 5.0))
     assert any("two processes claim to be worker:0" in check.found for check in checks)
 
 
@@ -374,12 +374,12 @@ def test_different_numbers_of_devices():
 
 def test_parameter_servers_need_no_gpus():
     spec = ClusterSpec({"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)})
-    found = {
+    by_task = {
         task: Peer(task, "x:1", {**who(spec, task, nonce=task), "gpus": 2})
         for task in ("worker:0", "worker:1")
     }
-    found["ps:0"] = Peer("ps:0", "d:1", who(spec, "ps:0", nonce="ps"))
-    assert not bad(cluster.check_peers(spec, who(spec, "chief:0"), {"chief:0"}, found, {}, 5.0))
+    by_task["ps:0"] = Peer("ps:0", "d:1", who(spec, "ps:0", nonce="ps"))
+    assert not bad(cluster.check_peers(spec, who(spec, "chief:0"), {"chief:0"}, by_task, {}, 5.0))
 
 
 @pytest.mark.parametrize(
@@ -479,17 +479,17 @@ def test_a_pause_is_not_a_slow_link(monkeypatch):
         "_measure",
         lambda self, source, target: Link(source, target, 1e-4, rates[source, target].pop(0)),
     )
-    found = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
+    links = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
         cluster.odd_links
     )
-    assert [link.rate for link in found] == [1e9, 1e9]
+    assert [link.rate for link in links] == [1e9, 1e9]
     rates.update({("worker:0", "worker:1"): [1e8, 2e8, 1e8], ("worker:1", "worker:0"): [1e9]})
-    found = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
+    links = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
         cluster.odd_links
     )
-    assert [link.rate for link in found] == [2e8, 1e9]
+    assert [link.rate for link in links] == [2e8, 1e9]
     one(
-        cluster.check_links([*found, found[1]]),
+        cluster.check_links([*links, links[1]]),
         "network",
         "the slowest is from worker:0 to worker:1",
         status="warn",
@@ -592,13 +592,13 @@ def test_who_has_another_cluster_is_only_told_who_is_there(served):
 def test_a_fault_counts_whoever_said_before_that_there_is_none():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
-    for wrong, told in (("", ""), ("place: full", "place: full"), ("", "place: full")):
+    for wrong, reported in (("", ""), ("place: full", "place: full"), ("", "place: full")):
         responder.answer(
             {**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong},
             "worker:0",
             "here",
         )
-        assert responder.done == {"worker:1": told}
+        assert responder.done == {"worker:1": reported}
 
 
 def test_a_budget_of_questions(served):

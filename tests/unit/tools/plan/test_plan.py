@@ -25,7 +25,7 @@ NEEDS = Needs(
 )
 
 
-def found(devices, needs=None, **more):
+def ways_by_name(devices, needs=None, **more):
     needs = needs or cut(*[(4 / devices, 1 / devices)] * devices)
     return {way.name: way for way in ways(needs, devices, **more)}
 
@@ -62,24 +62,24 @@ def test_one_device_has_one_way():
     ],
 )
 def test_four_devices(name, resident, peak, sent):
-    way = found(4)[name]
+    way = ways_by_name(4)[name]
     assert (way.resident, way.peak, way.sent) == (resident * MEGA, peak * MEGA, sent * MEGA)
 
 
 def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
-    way = found(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline"]
+    way = ways_by_name(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline"]
     assert (way.resident, way.sent) == (60 * MEGA, 1000 * 32)
     assert (
         way.peak == (60 + 2 * 20 + 4) * MEGA
     )  # gradients, and their sums; of two micro-batches of four rows half of the activations
-    early = found(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline"]
+    early = ways_by_name(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline"]
     assert early.resident == 90 * MEGA
     assert early.peak == max(30 + 10 + 20 + 0.9 * 8 * 2, 90 + 2 * 30 + 0.1 * 8) * MEGA
 
 
 def test_pipeline_whose_traffic_depends_on_the_data():
     needs = dataclasses.replace(NEEDS, stages=[Stage(20 * MEGA, 0, 0.5, None)] * 2)
-    assert found(2, needs)["pipeline"].sent is None
+    assert ways_by_name(2, needs)["pipeline"].sent is None
     assert "not known" in "\n".join(
         table(needs, ways(needs, 2), None, *choose(ways(needs, 2), None))
     )
@@ -124,7 +124,7 @@ def test_impossible_way_is_explained_and_not_chosen(needs, name, reason):
 
 
 def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica():
-    assert found(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
+    assert ways_by_name(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
 
 
 @pytest.mark.parametrize(

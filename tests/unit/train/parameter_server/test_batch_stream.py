@@ -34,11 +34,11 @@ import pickle, sys
 import tensorflow as tf
 from tfdist.train.parameter_server.batch_stream import dataset_variant
 spec = tf.TensorSpec(None, tf.int64)
-found = {}
+batches = {}
 for name, graph in pickle.load(open(sys.argv[1], "rb")).items():
     elements = tf.data.experimental.from_variant(dataset_variant(tf.constant(graph)), spec)
-    found[name] = [tf.reshape(x, [-1]).numpy().tolist() for x in elements]
-pickle.dump(found, open(sys.argv[2], "wb"))
+    batches[name] = [tf.reshape(x, [-1]).numpy().tolist() for x in elements]
+pickle.dump(batches, open(sys.argv[2], "wb"))
 """
 
 DATA_SETS = {

@@ -576,5 +576,5 @@ def test_predict_builds_a_model(mirrored):
     with mirrored.scope():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.layers.Dense(3)])
-    found = model.predict(x, batch_size=3, verbose=0)
-    np.testing.assert_allclose(found, x @ model.get_weights()[0], rtol=1e-6)
+    predictions = model.predict(x, batch_size=3, verbose=0)
+    np.testing.assert_allclose(predictions, x @ model.get_weights()[0], rtol=1e-6)

@@ -423,9 +423,9 @@ def test_rows_of_all_types_are_gathered(dtype, mirrored):
         return tfdist.all_gather_rows(tf.cast(tf.reshape(replica, [1]), dtype))
 
     rows = tf.function(lambda: mirrored.run(replica))()
-    for found in mirrored.experimental_local_results(rows):
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(tf.cast(found, tf.int32), [0, 1])
+    for gathered in mirrored.experimental_local_results(rows):
+        assert gathered.dtype == dtype
+        np.testing.assert_array_equal(tf.cast(gathered, tf.int32), [0, 1])
 
 
 def test_a_metric_that_refuses_the_trial_is_warned_of(mirrored, caplog):

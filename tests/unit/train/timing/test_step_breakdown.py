@@ -294,16 +294,16 @@ def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
 def test_curves_lie_beside_the_records(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path)
     (file,) = (tmp_path / "worker-0").glob("events.*")
-    found = {
+    last_steps = {
         value.tag: event.step
         for event in tf.compat.v1.train.summary_iterator(str(file))
         for value in event.summary.value
     }
-    assert set(found) == {
+    assert set(last_steps) == {
         *(f"step_breakdown/{part}_milliseconds" for part in PARTS),
         "step_breakdown/examples_per_second",
     }
-    assert set(found.values()) == {windows[-1].step} == {24}
+    assert set(last_steps.values()) == {windows[-1].step} == {24}
 
 
 def test_the_first_call_counts_as_compiling(one_device, tmp_path):
@@ -339,14 +339,14 @@ def test_strategy_without_an_engine_gives_a_warning(tmp_path, caplog):
 # --- Numbers --------------------------------------------------------------------------------------
 def test_readings_of_two_replicas():
     """Batch at 10; gradients at 11 and 13, sums at 14, done at 15 and 16; the next batch at 17."""
-    found = compute_times(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
-    assert found[:4] == (1.0, 2.0, 2.0, 2.0)
-    assert found.shortest.tolist() == [1.0]
+    times = compute_times(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
+    assert times[:4] == (1.0, 2.0, 2.0, 2.0)
+    assert times.shortest.tolist() == [1.0]
 
 
 def test_a_clock_that_was_set_makes_no_part_negative():
-    found = compute_times(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
-    assert min(found[:4]) == 0
+    times = compute_times(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
+    assert min(times[:4]) == 0
     assert add_host_time({"input": 6.0, "update": 2.0}, 4.0) == {
         "input": 3.0,
         "update": 1.0,
