@@ -93,7 +93,7 @@ def environment(directory: str) -> dict[str, str]:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Remove what differs between machines but tells nothing, in place.
+    """Remove output that differs between machines and is of no use, in place.
 
     This is TensorFlow's information lines, versions and times.
     """

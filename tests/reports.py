@@ -253,7 +253,7 @@ class Page(html.parser.HTMLParser):
         return sum(tag == "svg" for tag, _ in self.tags)
 
     def outside(self) -> list[str]:
-        """Return what a browser would fetch from elsewhere, or run."""
+        """Return references that a browser would fetch from elsewhere, or run."""
         references = [
             f"<{tag}>"
             for tag, _ in self.tags

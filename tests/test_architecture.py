@@ -94,7 +94,7 @@ def names(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a name with its attributes as text; "" for what does not begin with a name."""
+    """Return a name with its attributes as text; "" for other expressions."""
     if isinstance(node, ast.Attribute):
         head = dotted(node.value)
         return head and f"{head}.{node.attr}"
@@ -126,7 +126,7 @@ def allowed(own: str) -> set[str]:
     return set()
 
 
-def test_every_package_has_a_place():
+def test_every_package_has_a_level():
     planned = set().union(*(members for level in LEVELS for members in level))
     assert {package(path) for path in files()} == planned | ENTRY_POINTS | {"launch"}
 
@@ -252,7 +252,7 @@ def _defined(path: pathlib.Path) -> Iterator[str]:
             yield node.attr
 
 
-def test_data_and_backup_know_no_strategy():
+def test_data_and_backup_import_no_strategy():
     none(
         f"{location(path, node)}: {name}"
         for path in files("data", "backup")

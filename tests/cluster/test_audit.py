@@ -191,7 +191,7 @@ def test_workers_end_with_the_audit(members, directory, number):
         (["--pipeline=train.py"], 78, "--pipeline=train.py: expected FILE.py:FUNCTION"),
     ],
 )
-def test_mistakes_are_named_before_a_worker_starts(capfd, monkeypatch, flags, code, message):
+def test_wrong_arguments_are_named_before_a_worker_starts(capfd, monkeypatch, flags, code, message):
     from tfdist.tools.audit.main import main
 
     monkeypatch.chdir(ROOT)

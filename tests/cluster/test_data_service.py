@@ -1,4 +1,4 @@
-"""Test data workers as processes: their order, jobs without them, and what they leave behind."""
+"""Test data workers as processes: their order, jobs without them, and their cleanup."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def launch(tmp_path):
 
 # --- Order ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2)])
-def test_each_worker_gets_what_it_gets_without_data_workers(
+def test_each_worker_gets_the_same_batches_as_without_data_workers(
     workers, count, directory, data_workers
 ):
     for worker in range(workers):

@@ -98,7 +98,7 @@ def test_two_hosts_that_fit(members, tmp_path):
     assert members.processes["worker:1"].wait(TIMEOUT_S) == 143
 
 
-def test_a_host_that_does_not_come(members, tmp_path):
+def test_absent_host_is_named(members, tmp_path):
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=3))
     serve(members, file, "worker:1")
     code, faults = ask(members, file, "worker:0", timeout=1)
@@ -253,7 +253,7 @@ def test_a_check_ends_with_its_launch(launch, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [("--cluster", "none.yaml"), ("--workers", "x")])
-def test_a_mistake_on_the_command_line_comes_before_any_check(launch, flags):
+def test_wrong_arguments_are_named_before_any_check(launch, flags):
     code, out, err = launch.run(*flags, "--check", script="")
     assert (code, out) == (2, "")
     assert err.startswith("tfdist launch: error: ")

@@ -69,7 +69,7 @@ class Hosts:
         return launch
 
     def says(self, name, words, seconds=60.0):
-        """Wait until the log of a host's worker contains these words."""
+        """Wait until the log of a host's worker contains this text."""
         end = time.monotonic() + seconds
         while words not in (text := self.logs(name)):
             assert time.monotonic() < end, f"{name} never said {words!r}:\n{text}"

@@ -58,7 +58,7 @@ STRANGERS = "worker:0, worker:1 ended without having met the other tasks of the 
         (1, "", False),
     ],
 )  # fmt: skip
-def test_tasks_that_end_without_having_met_are_named(workers, script, warned, launch):
+def test_tasks_that_end_before_preflight_are_named(workers, script, warned, launch):
     code, _, err = launch.run("--workers", str(workers), script=script)
     assert code == 0
     assert "all tasks done" in err

@@ -120,7 +120,7 @@ def test_a_worker_that_stops_before_the_chief_connects(tmp_path):
         assert "did not answer for 2 s" in members.log("chief"), members.logs()
 
 
-def test_workers_that_never_come(tmp_path):
+def test_workers_that_never_start_are_named(tmp_path):
     code = "import tfdist; tfdist.pipeline_devices(start_timeout=1)"
     config = ClusterSpec.local(workers=2, chief=True).for_task("chief", 0).to_tf_config()
     with group(tmp_path) as members:

@@ -1,4 +1,4 @@
-"""Test the predictions of `tfdist plan` against what training holds and sends, and the docs.
+"""Test the predictions of `tfdist plan` against measured memory and traffic, and the docs.
 
 Also test its messages on mistakes.
 """
@@ -46,7 +46,7 @@ def words(digits_dir, devices="cpu:0,cpu:1", *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, digits_dir):
-    """Return the plan, and what each way really holds and sends."""
+    """Return the plan, and the measured memory and traffic of each way."""
     with group(tmp_path_factory.mktemp("plan")) as members:
         # A config that shards already is planned as any other.
         planned = words(digits_dir, "cpu:0,cpu:1", "--config.parallel.zero=2")
@@ -86,7 +86,7 @@ def runs(tmp_path_factory, digits_dir):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_predictions_are_near_what_training_holds_and_sends(runs, way):
+def test_predictions_are_near_measured_memory_and_traffic(runs, way):
     plan, measured = runs
     predicted = next(each for each in plan["ways"] if each["name"] == way)
     assert measured[way]["resident"] == pytest.approx(predicted["resident"], rel=0.1)
@@ -102,7 +102,7 @@ def test_the_plan_takes_the_first_that_fits(runs):
     assert (plan["chosen"], plan["devices"], plan["memory"]) == ("data parallel", 2, 1_000_000_000)
 
 
-def test_the_docs_have_what_is_predicted(tmp_path, digits_dir):
+def test_docs_have_the_predicted_figures(tmp_path, digits_dir):
     text = (ROOT / "docs" / "choosing.md").read_text()
     (command,) = re.findall(
         r"^tfdist (plan .*--config.data.tail=drop --devices 4) --memory 1GB$", text, re.MULTILINE

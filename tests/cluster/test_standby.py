@@ -60,7 +60,7 @@ def standby(launch, what):
     return [line for line in lines if line["event"] == "standby" and line["what"] == what]
 
 
-def test_a_restart_takes_over_standby_processes_that_scripts_cannot_tell(launch):
+def test_scripts_run_the_same_in_standby_processes_after_a_restart(launch):
     launch.bound = TIMEOUT_S
     flags = ("--workers", "2", "--restarts", "1", "--standby", "3", "--chaos", "kill standby")
     code, _, err = launch.run(

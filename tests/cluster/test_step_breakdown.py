@@ -1,4 +1,4 @@
-"""Test that the files of two workers, one of them slowed, show who waits for whom."""
+"""Test that the files of two workers, one of them slowed, show which one waits."""
 
 import pytest
 import tensorflow as tf

@@ -73,7 +73,7 @@ def test_each_replica_holds_its_part(run, setup, case, replicas):
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_workers_without_a_scope_refuse_what_needs_one_and_name_a_missing_peer(run):
+def test_workers_without_a_scope_refuse_operations_that_need_one_and_name_a_missing_peer(run):
     chief, other = (process["left alone"] for process in run("workers-2"))
     assert (
         "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass "

@@ -181,7 +181,7 @@ def test_files_of_others_stay(tmp_path):
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         OSError, match=r"file/snapshot-0.tfdist: cannot be written: .*Expected a writable directory"
@@ -189,7 +189,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         Store(tmp_path / "file").write(epoch(0))
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path):
+def test_full_disk_keeps_earlier_snapshots(tmp_path):
     code = (
         "import resource, signal, sys, numpy as np\n"
         "from tfdist.backup.snapshot import Snapshot\n"
@@ -280,7 +280,7 @@ def test_an_attempt_that_was_given_up_cannot_take_over(tmp_path):
         Store(tmp_path).claim("a", 0)
 
 
-def test_a_writer_whose_claim_is_gone_stops(tmp_path):
+def test_writer_without_its_claim_stops(tmp_path):
     store = Store(tmp_path)
     store.claim()
     (tmp_path / "writer.json").write_text("{")
@@ -305,7 +305,7 @@ def test_a_damaged_claim_names_no_writer(tmp_path, caplog):
         assert f"{path}: damaged" in caplog.messages.pop()
 
 
-def test_a_place_that_cannot_be_claimed_is_named(tmp_path):
+def test_directory_that_cannot_be_claimed_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         OSError, match=r"file/writer.json: cannot be written: .*Expected a writable directory"

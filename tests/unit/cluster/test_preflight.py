@@ -258,7 +258,7 @@ def test_early_connection_of_a_peers_tensorflow_delays_no_preflight(monkeypatch)
     assert time.monotonic() - started < LONG_S / 2
 
 
-def test_own_mistakes_are_raised_at_once():
+def test_errors_of_this_task_are_raised_at_once():
     started = time.monotonic()
     specs = members(ClusterSpec.local(workers=2))
     with socket.create_server(split_address(specs[0].task.address)):

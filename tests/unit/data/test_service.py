@@ -97,7 +97,7 @@ def test_pass_begins_and_ends_at_any_step_and_reads_its_position_once(steps, dat
         assert values(served) == [[epoch, step] for step in range(first, 7)]
 
 
-def test_structures_of_all_kinds_come_whole(data_workers):
+def test_structures_of_all_kinds_are_sent_unchanged(data_workers):
     def make(epoch, first, stride):
         def one(step):
             ragged = tf.RaggedTensor.from_row_lengths(tf.range(step), [step])
@@ -252,7 +252,7 @@ def test_a_wrong_variable_is_named(text, message):
 
 
 # --- Absence --------------------------------------------------------------------------------------
-def test_what_is_said_of_data_workers():
+def test_missing_data_workers_are_named_after_the_start_timeout():
     there = {"a:1": False, "b:1": False}
     now = [0.0]
     presences = [
@@ -274,7 +274,7 @@ def test_what_is_said_of_data_workers():
     assert service.check_workers(presences) == ""
 
 
-def test_a_data_worker_that_never_comes_is_named(monkeypatch):
+def test_data_worker_that_never_starts_is_named(monkeypatch):
     monkeypatch.setattr(service, "START_S", 1.0)
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"data:0 at {nobody} never answered"):

@@ -103,7 +103,7 @@ def test_slots_and_updates_are_where_their_variables_are(scaled):
     } == {"CPU:1"}
 
 
-def test_frozen_weights_are_told_from_state():
+def test_frozen_weights_are_distinguished_from_state():
     layer = keras.Sequential(
         [keras.Input((4,)), L.Dense(2), L.BatchNormalization(), L.Dropout(0.5)]
     )

@@ -70,7 +70,7 @@ assert os.readlink("/proc/self/ns/net") == before
 """
 
 
-def test_a_process_of_several_threads_stays(run_python):
+def test_process_with_several_threads_is_not_isolated(run_python):
     run = run_python(THREADS)
     assert run.returncode == 0, run.stderr
     if run.stdout != "this process has several threads, of which only one would move\n":
@@ -119,7 +119,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_a_failure_for_want_of_a_network_says_so(words):
+def test_failure_caused_by_missing_network_is_explained(words):
     endings = [
         Ending("worker:0", 1, 5.0, log=f"epoch 1\n{words}\n"),
         Ending("worker:1", -15, 9.0, signalled=8.0),

@@ -33,7 +33,7 @@ def server():
 
 @contextlib.contextmanager
 def stranger(timeout=LONG_S):
-    """Yield a raw connection to a server, and the future of what the server accepts."""
+    """Yield a raw connection to a server, and the future of the channel that the server accepts."""
     with server() as (listener, address, pool):
         accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN, timeout))
         with socket.create_connection(json_channel.split_address(address), timeout=LONG_S) as raw:
@@ -102,7 +102,7 @@ def test_messages_go_both_ways_in_order(pair):
         there.receive(LONG_S)
 
 
-def test_many_threads_send_and_a_large_message_comes_whole(pair):
+def test_many_threads_send_and_a_large_message_arrives_complete(pair):
     here, there = pair
     threads = [
         threading.Thread(
@@ -122,7 +122,7 @@ def test_many_threads_send_and_a_large_message_comes_whole(pair):
     assert there.receive(LONG_S) == {"still": "usable"}
 
 
-def test_another_token_is_refused_and_both_sides_say_whom():
+def test_another_token_is_refused_and_both_sides_name_the_peer():
     with server() as (listener, address, pool):
         accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
         with pytest.raises(
@@ -135,7 +135,7 @@ def test_another_token_is_refused_and_both_sides_say_whom():
             accepted.result(LONG_S)
 
 
-def test_a_server_must_prove_that_it_knows_the_token():
+def test_server_must_prove_that_it_has_the_token():
     """Test that a peer that sends back the client's own proof, or any other, gets no channel.
 
     It learns nothing.
@@ -231,7 +231,7 @@ def test_garbage_is_refused(data):
             there.receive(LONG_S)
 
 
-def test_what_knows_the_token_but_sends_no_object_is_refused(pair):
+def test_peer_that_sends_no_object_is_refused(pair):
     here, there = pair
     here.send([1])
     with pytest.raises(json_channel.Garbage, match="no object"):

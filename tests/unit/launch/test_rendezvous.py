@@ -202,7 +202,7 @@ def test_host_above_the_maximum_is_spare_and_replaces_a_lost_one(house):
     assert house.outcomes[0].cause.what == "lost"
 
 
-def test_a_host_that_leaves_is_a_loss_and_takes_its_place_again(house):
+def test_host_that_leaves_counts_as_lost_and_can_rejoin(house):
     house.serve(1, 2, restarts=1, window=1.0)
     a, b = house.pair()
     starts(a, b)
@@ -513,7 +513,7 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
             process.kill()
 
 
-def test_the_first_launcher_ends_and_says_so(house):
+def test_first_launcher_reports_its_end(house):
     house.serve(2, 2)
     a = house.join("a")
     b = house.join("b")
@@ -523,7 +523,7 @@ def test_the_first_launcher_ends_and_says_so(house):
 
 
 def test_late_message_is_not_taken_for_the_next_generation(house):
-    """It still ends what was cut off when the next order is there already."""
+    """It still ends the isolated tasks when the next order has already arrived."""
     house.serve(1, 2, grace=0.2, restarts=9)
     a, b = house.pair()
     starts(a, b)
@@ -594,7 +594,7 @@ class Network:
                     other.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_partitioned_host_cuts_before_the_others_go_on_and_comes_back(house):
+def test_partitioned_host_stops_before_the_others_continue_and_rejoins(house):
     house.serve(1, 2, restarts=1, window=2.0)
     with Network(house.server.address) as network:
         a = house.join("a")
@@ -641,7 +641,7 @@ def test_job_shrinks_without_a_partitioned_host_and_grows_back(house):
 
 
 class Table:
-    """Drive a membership whose hosts answer as told."""
+    """Drive a membership whose hosts answer as the test decides."""
 
     def __init__(self, min_workers, max_workers, **terms):
         self.now = 0.0
@@ -876,7 +876,7 @@ def test_commands_that_differ_late_differ():
 
 
 class World:
-    """Test what must always hold for hosts that join, fail, fall silent, dawdle and return.
+    """Test the invariants for hosts that join, fail, fall silent, dawdle and return.
 
     They do so at random.
     """
@@ -1029,7 +1029,7 @@ def test_generations_never_overlap_and_all_hosts_work_in_the_end(seed):
     assert world.membership.finish.code == 75
 
 
-def test_a_host_that_comes_back_before_its_old_connection_is_known_to_be_dead():
+def test_host_rejoins_before_its_old_connection_is_known_to_be_dead():
     table = Table(1, 2)
     table.join(1)
     table.join(2)

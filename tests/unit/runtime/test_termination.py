@@ -1,4 +1,4 @@
-"""Test that processes that are asked to end also end what they have started."""
+"""Test that processes that are asked to end also end their own children."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ignored_hangup_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_benchmark_whose_terminal_is_closed_leaves_nothing(tmp_path):
+def test_benchmark_whose_terminal_is_closed_leaves_no_files(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     words = ["bench", "allreduce", "--strategies", "mirrored", "--out", str(tmp_path / "out")]

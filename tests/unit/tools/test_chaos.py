@@ -1,4 +1,4 @@
-"""Test what `tfdist chaos report` says of journals, and of results."""
+"""Test the output of `tfdist chaos report` for journals, and for results."""
 
 import json
 import types
@@ -384,7 +384,7 @@ def test_launch_that_failed_or_still_runs(tmp_path, calm, capsys):
         (["--wrong"], "error"),
     ],
 )
-def test_mistakes(words, text, tmp_path, monkeypatch, capsys, calm, wild):
+def test_wrong_arguments_are_named(words, text, tmp_path, monkeypatch, capsys, calm, wild):
     monkeypatch.chdir(tmp_path)
     assert (
         cli.main(["chaos", *(word.replace("CALM", calm).replace("WILD", wild) for word in words)])

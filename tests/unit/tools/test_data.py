@@ -69,7 +69,7 @@ def tfdist(capsys):
     return run
 
 
-def test_list_says_what_is_there(workplace, tfdist):
+def test_list_shows_all_data_sets(workplace, tfdist):
     code, out, _ = tfdist("list")
     lines = [re.split(r"  +", line) for line in out.splitlines()]
     assert code == 0
@@ -95,7 +95,7 @@ def test_list_says_what_is_there(workplace, tfdist):
     ]
 
 
-def test_list_knows_which_data_sets_tfds_has_prepared(workplace, tfdist, digits_dir, tmp_path):
+def test_list_marks_prepared_tfds_data_sets(workplace, tfdist, digits_dir, tmp_path):
     (workplace / "tfds.yaml").write_text(
         "digits: {kind: tfds, name: tfdist_digits}\nother: {kind: tfds, name: dgits}\n"
     )
@@ -107,7 +107,7 @@ def test_list_knows_which_data_sets_tfds_has_prepared(workplace, tfdist, digits_
     assert not (tmp_path / "new").exists()
 
 
-def test_show_tells_features_sizes_and_classes_and_draws_a_sheet(workplace, tfdist):
+def test_show_prints_features_sizes_and_classes_and_draws_a_sheet(workplace, tfdist):
     code, out, _ = tfdist("show", "images")
     assert code == 0
     assert "license    CC0\nexamples   30\n" in out
@@ -164,7 +164,7 @@ def test_head_prints_values(workplace, tfdist):
     assert len(tfdist("head", "table", "-n", "50")[1].splitlines()) == 4
 
 
-def test_write_makes_records_and_goes_on(workplace, tfdist):
+def test_write_makes_records_and_resumes(workplace, tfdist):
     code, out, _ = tfdist(
         "write",
         "images",
@@ -293,7 +293,7 @@ def test_examples_are_drawn_evenly_and_never_twice():
     assert [(x.number, int(x.data)) for x in walked] == [(2, 12), (7, 17)]
 
 
-def test_ragged_and_nested_examples_have_words():
+def test_ragged_and_nested_examples_are_described():
     nest = (
         {"a": tf.ragged.constant([[1, 2], [3]]), "b": tf.sparse.from_dense([0, 5])},
         tf.constant("x" * 90),

@@ -75,7 +75,7 @@ def images(tmp_path, count=6):
 
 
 # --- What is written reads the same ---------------------------------------------------------------
-def test_every_type_and_shape_comes_back():
+def test_every_type_and_shape_is_read_back():
     """Write to memory: "ram://" is TensorFlow's file system for that."""
     random = np.random.default_rng(1)
     x = {
@@ -145,7 +145,7 @@ def test_sizes_that_differ_come_back(tmp_path):
 @pytest.mark.parametrize(
     "structure", [lambda x: x, lambda x: {"a": x}, lambda x: (x, x, x, x), lambda x: (x,)]
 )
-def test_every_structure_comes_back(tmp_path, structure):
+def test_every_structure_is_read_back(tmp_path, structure):
     source = of_arrays(structure(np.arange(3)))
     write(source, tmp_path)
     assert same(source, records(tmp_path)) == 3
@@ -342,7 +342,7 @@ def test_call_killed_while_renaming_files_resumes(tmp_path):
     assert [int(i) for i in records(tmp_path / "out").dataset()] == list(range(500))
 
 
-def test_what_is_finished_is_not_written_again(tmp_path):
+def test_finished_files_are_not_written_again(tmp_path):
     source = of_arrays(np.arange(100))
     manifest = write(source, tmp_path)
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
@@ -431,7 +431,7 @@ def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
         ({"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}, {}, "expected unique names"),
     ],
 )
-def test_what_cannot_be_written(tmp_path, source, options, message):
+def test_unsupported_examples_are_refused(tmp_path, source, options, message):
     if isinstance(source, str):  # no tensor while this file is imported
         source = (np.zeros([3, 1]), tf.ragged.constant([[1], [], [2]]))
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Test what a group of replicas exchanges, by dtype."""
+"""Test the exchanges of a group of replicas, by dtype."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ EXPECTED = {
 
 
 def exchanged(strategy, method, dtypes):
-    """Return what a method gives on each replica, by dtype."""
+    """Return the results of a method on each replica, by dtype."""
     group = Group.of(strategy, f"test {method}")
 
     def on_replica():

@@ -40,7 +40,7 @@ SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16)))
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_a_schedule(kind, stages, microbatches):
-    """Every pass runs once, after what it needs, and no schedule of equal stages is quicker."""
+    """Every pass runs once, after its inputs, and no schedule of equal stages is quicker."""
     each = tasks(stages, microbatches, kind)
     expected = {Task(backward, m) for backward in (False, True) for m in range(microbatches)}
     assert all(set(own) == expected and len(own) == len(expected) for own in each)
@@ -320,7 +320,7 @@ def stepping():
         ),
     ],
 )
-def test_what_cannot_be_a_pipeline(model, options, message):
+def test_models_that_cannot_be_pipeline_parallel_are_refused(model, options, message):
     with pytest.raises(ValueError, match=f"^(parallel.pipeline|PipelineModel): .*{message}"):
         pipeline(model(), **{"microbatches": 2, **options})
 
@@ -658,7 +658,7 @@ def test_recompute_draws_the_same_dropout():
 
 
 class Seen(L.Layer):
-    """Keep what comes by, where it is computed at once."""
+    """Keep the inputs, where they are computed eagerly."""
 
     def __init__(self):
         super().__init__()
@@ -755,7 +755,7 @@ def test_mixed_precision(kind):
     )
 
 
-def test_what_keras_offers(tmp_path):
+def test_methods_of_keras_models_work(tmp_path):
     inner, staged, _ = trained(
         small,
         X,
@@ -933,7 +933,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_as_large_as_a_weight_stays_on_its_device(name):
+def test_gradients_slots_and_updates_stay_on_the_weights_device(name):
     """Find gradients, slots and updates by the shapes of kernels, which nothing else has."""
     keras.utils.set_random_seed(7)
     layers = [keras.Input((8,)), L.Dense(5, activation="relu"), L.Dense(7), L.Dense(2)]

@@ -1,4 +1,4 @@
-"""Test what `fsdp` and `deferred` refuse, and how sharded weights look."""
+"""Test errors of `fsdp` and `deferred`, and properties of sharded weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_wrong_arguments_are_named(model, wrong, words):
     assert words in str(error.value)
 
 
-def test_what_cannot_be_sharded_is_named(two, model):
+def test_unsupported_models_are_named(two, model):
     with pytest.raises(ValueError, match=r"expected a keras\.Model, received str"):
         fsdp("model")
     with pytest.raises(ValueError, match="Build it first"):
@@ -117,7 +117,7 @@ def test_a_model_is_sharded_once(model):
         fsdp(model)
 
 
-def test_optimizers_that_see_whole_variables_are_refused(model):
+def test_optimizers_that_need_whole_variables_are_refused(model):
     fsdp(model)
     model.compile(keras.optimizers.Lamb(), "mse")
     with pytest.raises(ValueError, match="fsdp: the optimizer Lamb cannot be sharded"):
@@ -433,7 +433,7 @@ def test_a_sharded_model_is_not_exported(model, tmp_path):
         model.export(tmp_path / "exported")
 
 
-def test_a_result_has_what_replicas_share(two, model, tmp_path):
+def test_chaos_result_has_the_gathered_weights(two, model, tmp_path):
     launched = Launched(chaos=str(tmp_path), log_dir=str(tmp_path))
     history = {"epoch": [0], "values": {}}
     fsdp(model)

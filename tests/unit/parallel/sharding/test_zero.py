@@ -129,7 +129,7 @@ def test_sharded_optimizer_equals_an_unsharded_one(undisturbed, name, stage):
     ],
     ids=["comm_dtype", "clipped", "sum"],
 )
-def test_a_policy_means_what_it_does_without_shards(mirrored, policy, make, tolerance):
+def test_sync_policy_has_the_same_result_with_and_without_shards(mirrored, policy, make, tolerance):
     model = trained(mirrored, sharded(make, 2, sync=policy))
     mirrored.tfdist_engine.use(policy)
     try:
@@ -355,7 +355,7 @@ def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed,
         ),
     ],
 )
-def test_what_cannot_be_sharded_is_named(mirrored, make, text):
+def test_unsupported_optimizers_are_named(mirrored, make, text):
     with mirrored.scope(), pytest.raises(ValueError) as error:
         make()
     assert text in str(error.value)

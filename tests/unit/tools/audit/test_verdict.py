@@ -1,4 +1,4 @@
-"""Test that an audit of what workers took gives a verdict or names the first fault.
+"""Test that an audit of the examples that workers read passes or names the first fault.
 
 Most tests here start no process.
 """
@@ -32,7 +32,7 @@ def plan(tail="partial", order=True, **changes):
 
 
 def taken(plan, workers=2):
-    """Return what each worker rightly takes, as a list that a test may spoil."""
+    """Return the records of a correct run by worker, as lists that a test may change."""
     order = Order(EXAMPLES, BATCH, seed=5, tail=plan.tail)
     records = [[] for _ in range(workers)]
     for epoch in plan.epochs:
@@ -89,7 +89,7 @@ def test_an_example_on_two_workers_is_named_with_both(order):
     assert (error.expected, error.received) == (expected if order else None, stolen)
 
 
-def test_an_example_that_nobody_read_is_named():
+def test_example_that_no_worker_read_is_named():
     what = plan(order=False, epochs=range(1))
     records = taken(what)
     missing = int(records[1][2].numbers[0])
@@ -213,7 +213,7 @@ def replace(records, worker, index, **changes):
     records[worker][index] = records[worker][index]._replace(**changes)
 
 
-def test_stages_leave_out_what_the_pipeline_does(tmp_path):
+def test_stages_omit_those_that_the_data_pipeline_lacks(tmp_path):
     path = tmp_path / "a.tfrecord"
     with tf.io.TFRecordWriter(str(path)) as writer:
         for i in range(6):

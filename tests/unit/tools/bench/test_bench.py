@@ -82,7 +82,7 @@ def test_medians_and_efficiency():
     assert both.efficiency == 1.0  # the outlier does not count
 
 
-def test_what_is_compared_with_what():
+def test_setups_are_compared_with_one_device_of_the_same_batch():
     own = setup("mirrored", 1, modes=MODES, rates=3200)
     assert (
         compared([own, setup(rates=6400)])[1].efficiency == 1.0
@@ -316,7 +316,7 @@ def test_one_replica_under_another_strategy():
     )
 
 
-def test_what_rounds_do_not_tell_is_no_reason():
+def test_loss_within_the_spread_of_rounds_gets_no_reason():
     slow = parts(**{**IDEAL, "forward_backward": 9})
     alone = setup(
         "one_device", 1, modes=MODES, rates=(6400.0,) * 5, step_breakdown=ALONE.step_breakdown
@@ -540,7 +540,7 @@ def test_arguments_give_jobs():
         (["alreduce"], "expected flags, or `allreduce` before them; received 'alreduce'"),
     ],
 )
-def test_wrong_words_are_named(argv, message):
+def test_wrong_arguments_are_named(argv, message):
     with pytest.raises(ValueError) as caught:
         jobs(*argv)
     assert message in str(caught.value)
@@ -592,7 +592,7 @@ def test_a_group_that_is_late_computes_no_more(tmp_path):
         group.close()
 
 
-def test_a_mistake_of_the_config_in_the_baseline_is_passed_on_and_files_are_written_whole(tmp_path):
+def test_config_error_in_the_baseline_is_passed_on_and_files_are_replaced_atomically(tmp_path):
     (tmp_path / "config.py").write_text(
         "import tfdist\n\ndef get_config():\n    config = tfdist.config.default()\n"
         f"    config.model.name = '{tmp_path}/config.py:nothing'\n    return config\n"

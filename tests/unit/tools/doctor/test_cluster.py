@@ -207,7 +207,7 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
     one(checks, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
 
 
-def test_a_fault_of_a_task_that_is_gone_is_enough():
+def test_doctor_does_not_wait_for_a_task_that_reported_a_fault_and_ended():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
     responder.done["worker:1"] = "place: full"
@@ -324,7 +324,7 @@ def test_different_clusters(spec, where):
 
 
 def theirs(spec, versions="keras 3.15"):
-    """Return what the preflight says to worker:1 with another cluster or other versions."""
+    """Return the preflight's message to worker:1 with another cluster or other versions."""
     with pytest.raises(preflight.ConfigurationError) as error:
         preflight.compare(
             hello_message(spec, "worker:1", versions, "0", "x"),
@@ -396,7 +396,7 @@ def test_clocks_that_differ(offset, status, text):
     )
 
 
-def test_a_place_that_is_not_shared():
+def test_directory_that_is_not_shared_is_named():
     blind = [
         FileLookup("/runs", "worker:1", "/runs", seen=False),
         FileLookup("/runs", "worker:2", "/runs", seen=True),
@@ -415,7 +415,7 @@ def test_a_place_that_is_not_shared():
     )
 
 
-def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
+def test_unusable_directory_keeps_its_index(tmp_path):
     spec = ClusterSpec.local(workers=2)
     (tmp_path / "b").mkdir()
     responder = Responder(spec, who(spec, nonce="theirs"), {}, [None, str(tmp_path / "b")])
@@ -517,7 +517,7 @@ def test_a_preflight_that_answers_in_place_of_a_doctor():
             preflight.check(spec.for_task("worker", 1), timeout=0.3, versions="keras 3.15")
 
 
-def test_the_words_of_the_page_are_those_of_the_code():
+def test_messages_in_the_docs_are_those_of_the_code():
     """Each message that docs/doctor.md lists for a mistake is part of some text in the package."""
     rows = (
         (ROOT / "docs/doctor.md")
@@ -564,13 +564,13 @@ def served(tmp_path):
         ({"question": "run"}, "no such question"),
     ],
 )
-def test_what_a_server_refuses(served, facts, text):
+def test_server_refuses_invalid_requests(served, facts, text):
     address, mine, _ = served
     with pytest.raises(exchange.Refused, match=text):
         exchange.ask(address, mine, **facts)
 
 
-def test_only_files_of_doctors_are_told(served):
+def test_server_sends_only_files_written_by_a_doctor(served):
     address, mine, directory = served
     token = "ab" * 16
     (directory / f".tfdist-doctor-{token}").write_text("a secret of somebody else")
@@ -580,7 +580,7 @@ def test_only_files_of_doctors_are_told(served):
     assert exchange.ask(address, mine, "token", place=1, token=token)["place"] is None
 
 
-def test_who_has_another_cluster_is_only_told_who_is_there(served):
+def test_peer_with_another_cluster_gets_only_the_servers_hello(served):
     address, mine, _ = served
     stranger = {**mine, "cluster": fingerprint(SPEC)}
     assert exchange.ask(address, stranger, "hello")["task"] == "worker:0"
@@ -589,7 +589,7 @@ def test_who_has_another_cluster_is_only_told_who_is_there(served):
             exchange.ask(address, stranger, question)
 
 
-def test_a_fault_counts_whoever_said_before_that_there_is_none():
+def test_fault_replaces_an_earlier_report_without_a_fault():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
     for wrong, reported in (("", ""), ("place: full", "place: full"), ("", "place: full")):
@@ -625,7 +625,7 @@ def test_a_budget_of_questions(served):
         b"{" + b"x" * 100000,
     ],
 )
-def test_strangers_do_no_harm(served, sent, capsys):
+def test_malformed_requests_do_not_stop_the_server(served, sent, capsys):
     address, mine, _ = served
     with (
         socket.create_connection(split_address(address)) as connection,
@@ -636,7 +636,7 @@ def test_strangers_do_no_harm(served, sent, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_many_silent_strangers_leave_others_their_turn(served, monkeypatch):
+def test_many_silent_connections_do_not_block_a_peer(served, monkeypatch):
     monkeypatch.setattr(check_server.Server, "exchange_s", 1.0)
     address, mine, _ = served
     with contextlib.ExitStack() as stack:

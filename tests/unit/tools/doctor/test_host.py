@@ -101,7 +101,7 @@ def test_a_good_host_passes(facts, said):
         ({"files": (100, 100)}, "open files", "fail", "100"),
     ],
 )
-def test_a_fault_of_the_machine(fault, name, status, text):
+def test_fault_of_the_machine_is_named(fault, name, status, text):
     faults = bad(host.check_machine(dataclasses.replace(GOOD, **fault), workers=2))
     assert set(faults) == {name}
     assert faults[name].status == status
@@ -139,7 +139,7 @@ def test_a_fault_of_the_machine(fault, name, status, text):
         ),
     ],
 )
-def test_a_fault_of_the_frameworks(facts, said, name, text):
+def test_fault_of_the_frameworks_is_named(facts, said, name, text):
     faults = bad(host.check_frameworks(facts, said))
     assert set(faults) == {name}
     assert faults[name].status == "fail"
@@ -185,7 +185,7 @@ def test_gpus_that_are_hidden_are_not_judged():
     assert not bad(host.check_frameworks(dataclasses.replace(GPUS, smi=cards, visible="1"), one))
 
 
-def test_what_setup_py_asks_for():
+def test_oldest_versions_equal_those_in_setup_py():
     """The oldest versions of the checks are those of the package."""
     asked = (ROOT / "setup.py").read_text()
     for package, version in host.OLDEST.items():
@@ -228,7 +228,7 @@ def plant(root, files):
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1000 kB\nMemAvailable:   16777216 kB\n"
 
 
-def test_what_files_say_of_a_machine(tmp_path):
+def test_memory_limits_and_cards_are_read_from_files(tmp_path):
     plant(tmp_path, {"proc/meminfo": MEMINFO})
     assert resource_limits.memory(tmp_path) == (16 * GB, 32 * GB)
     assert resource_limits.quota(tmp_path) is None
@@ -292,7 +292,7 @@ def test_this_machine_is_looked_at():
 
 
 # Places: real ones.
-def test_a_good_place_stays_as_it_was(tmp_path):
+def test_usable_directory_is_left_unchanged(tmp_path):
     (tmp_path / "there").write_text("mine")
     for path in (tmp_path, tmp_path / "a" / "b"):
         write_test = file_systems.try_directory(str(path))
@@ -301,7 +301,7 @@ def test_a_good_place_stays_as_it_was(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_file_in_the_place_of_a_directory(tmp_path):
+def test_file_instead_of_a_directory_is_named(tmp_path):
     (tmp_path / "runs").write_text("mine")
     for path in (tmp_path / "runs", tmp_path / "runs" / "digits"):
         check = file_systems.check_directory(file_systems.try_directory(str(path)))
@@ -310,7 +310,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path):
     assert (tmp_path / "runs").read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written():
+def test_unwritable_directory_is_named():
     check = file_systems.check_directory(
         file_systems.try_directory("/proc/self")
     )  # root may write anywhere else
@@ -359,7 +359,7 @@ def test_a_file_system_that_hangs(monkeypatch):
         ),
     ],
 )
-def test_a_fault_of_a_place(write_test, status, text):
+def test_fault_of_a_directory_is_named(write_test, status, text):
     check = file_systems.check_directory(write_test)
     assert check.status == status
     assert text in check.found
@@ -430,7 +430,7 @@ def test_a_mistake_on_the_command_line(words, message, capsys, monkeypatch):
     assert message in err
 
 
-def test_words_of_a_config_pass():
+def test_config_flags_are_passed_through():
     words = [
         "--config",
         str(ROOT / "configs/digits.py"),
@@ -464,7 +464,7 @@ def test_words_of_a_config_pass():
         ("-- other train --config=c.py", "--workers 1 --place runs"),
     ],
 )
-def test_what_a_launch_asks_doctor(words, expected):
+def test_launch_flags_are_translated_for_doctor(words, expected):
     flags, command = launch.main.parse(words.split())
     counts = {
         "workers": 1 if flags.workers is None else flags.workers,

@@ -269,7 +269,7 @@ def test_replicas_share_the_memory_of_their_process(replicas, status):
     )
 
 
-def test_places_that_only_tensorflow_writes_to(tmp_path):
+def test_directories_that_only_tensorflow_can_write(tmp_path):
     (tmp_path / "file").write_text("mine")
     write_tests = [
         probe.try_directory(path)
@@ -289,7 +289,7 @@ def test_places_that_only_tensorflow_writes_to(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_another_host_writes_to_a_new_place_stays(tmp_path, monkeypatch):
+def test_files_that_another_host_writes_meanwhile_are_kept(tmp_path, monkeypatch):
     import tensorflow as tf
 
     rename = tf.io.gfile.rename

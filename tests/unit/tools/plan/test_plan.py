@@ -1,4 +1,4 @@
-"""Test plans of what each of several devices needs, from what one device needs.
+"""Test predictions of the needs of several devices from those of one device.
 
 Figures are computed by hand; tests also cover the chosen way and wrong arguments.
 """
@@ -148,7 +148,7 @@ def test_nothing_fits():
     assert 'more devices, a smaller global batch, or train.precision="mixed_bfloat16"' in reason
 
 
-def test_the_table_says_what_fits_and_how_to_have_it():
+def test_table_marks_fitting_ways_and_their_flags():
     all_ways = ways(FOUR, 4)
     lines = table(FOUR, all_ways, 170 * MEGA, *choose(all_ways, 170 * MEGA))
     assert lines[0] == (
@@ -176,7 +176,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
         (["--config=a.py", "--microbatches", "half"], "received 'half'"),
     ],
 )
-def test_wrong_words_are_named(words, message):
+def test_wrong_arguments_are_named(words, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         main.parse(words)
 

@@ -115,7 +115,7 @@ def test_a_page_needs_no_other_file(run):
     assert used <= {f"#{name}" for name in ids}
 
 
-def test_text_of_files_stays_text(tmp_path):
+def test_text_of_files_is_escaped(tmp_path):
     launch = write_launch(tmp_path / "launch", text=NASTY)
     run = write_run(tmp_path / "run", name="plain", launch=launch, metrics=(NASTY, "accuracy"))
     config = json.loads((run / layout.CONFIG).read_text())
@@ -156,7 +156,7 @@ def test_the_same_files_give_the_same_page(small):
     assert render(read(small), "foot") == render(read(small), "foot")
 
 
-def test_what_is_not_there_is_left_out(small, capsys):
+def test_missing_parts_are_left_out_with_a_hint(small, capsys):
     page = report(small)
     assert page.figures == 1
     out = capsys.readouterr().out
@@ -367,7 +367,7 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
         ([], "LOGDIR"),
     ],
 )
-def test_mistakes(words, text, run, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_named(words, text, run, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     write_benchmark(tmp_path / "benches" / "one", "predict")
@@ -377,7 +377,7 @@ def test_mistakes(words, text, run, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_a_place_that_cannot_be_written(small, tmp_path, capsys):
+def test_unwritable_directory_is_named(small, tmp_path, capsys):
     (tmp_path / "file").touch()
     for words in (
         ["--out", tmp_path / "file" / "x.html"],

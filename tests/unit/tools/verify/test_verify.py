@@ -1,4 +1,4 @@
-"""Test `tfdist verify`: differences, their causes, what a step shows, and refused arguments."""
+"""Test `tfdist verify`: differences, their causes, the steps shown, and refused arguments."""
 
 import dataclasses
 import os
@@ -105,7 +105,7 @@ def test_the_first_difference_is_the_earliest_and_foremost():
     assert first.value == pytest.approx(0.01)
 
 
-def test_what_rounding_explains_is_no_difference():
+def test_rounding_errors_are_no_difference():
     noisy = recording(state__4=lambda step, x: x * (1 + 1e-3 * (step > 0)))
     assert not comparison_of(halves(noisy)).same
     comparison = comparison_of(
@@ -152,7 +152,7 @@ def test_weights_whose_gradients_are_rounding_are_set_apart_and_others_are_not()
     )  # nothing is rounded before the first step
 
 
-def test_what_is_not_finite_proves_nothing():
+def test_nonfinite_loss_is_not_compared():
     broken = recording(logs=lambda step, x: x if step < 2 else x * np.nan)
     comparison = compare(broken, halves(broken), broken, 1e-4)
     assert not comparison.same
@@ -265,7 +265,7 @@ def test_rows_on_several_workers_overlap():
     assert "shards overlap" in likely(comparison, [])
 
 
-def test_rows_of_another_order_are_told_from_shards_that_overlap():
+def test_reordered_rows_are_distinguished_from_overlapping_shards():
     other = halves(recording(rows=lambda step, x: x + 1000 * (step > 1)))
     comparison = comparison_of(other)
     assert (comparison.rows.step, comparison.rows.strange) == (2, 8)
@@ -282,7 +282,7 @@ def test_a_difference_of_uncompiled_steps_alone_has_its_cause():
     assert "Likely cause: only steps that are not compiled differ" in text
 
 
-def test_a_table_marks_what_differs():
+def test_table_marks_differences():
     comparison = comparison_of(halves(recording(gradient=lambda step, x: 2 * x)))
     lines = rendering.table({"compiled": comparison})
     assert lines[1].count("!") == 1
@@ -503,7 +503,7 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         (["--config=a.py", "--worker=2"], "--worker=2: no such flag. Did you mean --workers"),
     ],
 )
-def test_words_that_are_wrong_are_named(capsys, argv, message):
+def test_wrong_arguments_are_named(capsys, argv, message):
     assert command.main(argv) == 2
     with pytest.raises(ValueError, match=message):
         raise ValueError(capsys.readouterr().err)

@@ -213,7 +213,7 @@ def test_sigterm_saves_the_step_without_a_strategy(no_strategy, undisturbed, tmp
     same(train(no_strategy, tmp_path, save_freq="epoch", seed=5), undisturbed(no_strategy))
 
 
-def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path):
+def test_callbacks_get_each_step_wherever_they_are_listed(one_device, tmp_path):
     before = Counter()
     after = Counter()
     options = {"callbacks": lambda saves: [before, saves, after], "save_freq": 3}
@@ -224,7 +224,7 @@ def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path)
     assert (before.count, after.count) == (STEPS * EPOCHS, STEPS * EPOCHS)
 
 
-def test_in_a_list_of_keras_it_comes_before_keras_own(one_device, tmp_path):
+def test_backup_precedes_keras_own_callbacks_in_a_callback_list(one_device, tmp_path):
     counter = Counter()
     own = tfdist.BackupAndRestore(tmp_path, save_freq=2)
     model = model_of(one_device, 1)

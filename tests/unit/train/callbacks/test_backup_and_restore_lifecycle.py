@@ -1,6 +1,6 @@
 """Test where a training begins and ends.
 
-The tests cover who may resume from what, what stays at the end, and what the launch is told.
+The tests cover refused snapshots, files kept at the end, and events sent to the launch.
 """
 
 import os
@@ -243,7 +243,7 @@ def test_a_call_of_more_steps_than_where_it_was_saved_is_refused(one_device, tmp
         )
 
 
-def test_a_signal_that_comes_too_late_for_a_fit_is_not_forgotten(one_device, tmp_path):
+def test_signal_after_the_last_step_is_raised_after_fit(one_device, tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:

@@ -121,7 +121,7 @@ def test_an_error_while_steps_are_only_counted_leaves_no_silence(one_device, tmp
 
 
 @pytest.mark.parametrize("log_dir", ["{}/logs", "ram://{}/logs"])
-def test_files_are_cut_to_what_was_recorded(tmp_path, log_dir):
+def test_files_are_truncated_to_the_recorded_length(tmp_path, log_dir):
     board = keras.callbacks.TensorBoard(log_dir.format(tmp_path))
     other = keras.callbacks.TensorBoard(log_dir.format(tmp_path / "other"))
 
@@ -150,7 +150,7 @@ def test_files_are_cut_to_what_was_recorded(tmp_path, log_dir):
     assert read(other) == {"events.out.tfevents.3": b"theirs"}
 
 
-def test_tables_are_cut_to_what_was_recorded_and_go_on(tmp_path):
+def test_tables_are_truncated_to_the_recorded_length_and_continued(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("epoch,loss\n0,1\n1,2\n")  # of an earlier training, to which this one appends
     table = keras.callbacks.CSVLogger(path, append=True)

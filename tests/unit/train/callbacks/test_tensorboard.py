@@ -1,4 +1,4 @@
-"""Test what TensorBoard gets beside a training's curves: traces of single steps, and images.
+"""Test TensorBoard's additional data beside curves: traces of single steps, and images.
 
 Also test what other writers get.
 """

@@ -93,7 +93,7 @@ def test_a_call_without_a_step_is_ended(said, sign):
 
 
 @pytest.mark.parametrize("seconds", [60, float("inf")])
-def test_workers_in_different_collectives_are_said_to_be_out_of_step(seconds):
+def test_workers_in_different_collectives_are_reported_as_out_of_step(seconds):
     """The message is that of two workers; tests/cluster/test_training.py makes them."""
     import tensorflow as tf
 

@@ -130,7 +130,7 @@ def test_endless_data_set_starts_no_unused_pass(mirrored, a_call):
 
 
 def test_results_stay_right_when_a_model_is_compiled_anew(mirrored):
-    """Old and new metrics may lie at the same addresses, and must not be taken for each other."""
+    """Old and new metrics may lie at the same addresses, and must not be confused."""
     x, y = data(30)
     model = compiled(mirrored)
     expected = None
@@ -209,7 +209,7 @@ def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them
     )
 
 
-def test_who_watches_batches(tmp_path):
+def test_callbacks_that_need_single_steps_are_detected(tmp_path):
     rows = every_callback(tmp_path)
     for name, callback, train, test in rows:
         assert (

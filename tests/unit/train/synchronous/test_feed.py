@@ -27,7 +27,7 @@ def fed(data, placement):
 
 
 def fed_to_keras(data, placement):
-    """Return what Keras gets to learn shapes from, and the batches that a step then draws."""
+    """Return the batch from which Keras infers shapes, and the batches that a step then draws."""
     iterator = iter(Feed(data, placement, HOST, symbolic_first=True))
     return next(iterator), list(iterator.iterator)
 
@@ -82,7 +82,7 @@ def rows_of(batches):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_tuple_of_one_part_stays_one(replicas):
+def test_tuple_with_one_component_keeps_its_type(replicas):
     """Keras takes the parts of `(x, y)` as inputs and targets, and those of `((a, b),)` as x."""
     data = tf.data.Dataset.from_tensor_slices(((np.arange(ROWS), np.ones(ROWS)),)).batch(BATCH)
     for batch in fed(data, Placement(workers=1, local_replicas=replicas)):
@@ -97,7 +97,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_named_tuple_stays_one(replicas):
+def test_named_tuple_keeps_its_type(replicas):
     """tf.data does not unpack it into arguments as it does a tuple."""
     data = tf.data.Dataset.from_tensor_slices(Pair(np.arange(ROWS), np.ones(ROWS))).batch(BATCH)
     for batch in fed(data, Placement(workers=1, local_replicas=replicas)):

@@ -104,7 +104,7 @@ def trained(
 
 
 def whole(windows, steps):
-    """Check what holds for all windows and return them."""
+    """Check the invariants of all windows and return them."""
     assert sum(window.steps for window in windows) == steps
     for window in windows:
         assert set(window.parts) == set(PARTS)
@@ -291,7 +291,7 @@ def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
 
 
 # --- Files, and where there is nothing to measure -------------------------------------------------
-def test_curves_lie_beside_the_records(one_device, tmp_path):
+def test_curves_are_written_beside_the_records(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path)
     (file,) = (tmp_path / "worker-0").glob("events.*")
     last_steps = {
@@ -312,7 +312,7 @@ def test_the_first_call_counts_as_compiling(one_device, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["full disk", "a file in the way"])
-def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, caplog, fault):
+def test_training_continues_if_records_cannot_be_written(one_device, tmp_path, caplog, fault):
     other = tmp_path / "other"
     if fault == "full disk":
         (tmp_path / "worker-0").mkdir()
