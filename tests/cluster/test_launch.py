@@ -88,7 +88,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_worker_that(fault, launch):
+def test_failed_worker_is_named_as_the_root_cause(fault, launch):
     action, expected, cause = FAULTS[fault]
     code, _, err = launch.run(
         "--workers", "3", script=f"if me == 'worker:1': {action}\nlose_peers()"
