@@ -1,4 +1,4 @@
-"""Test that models with steps, losses and metrics of their own train to one replica's numbers.
+"""Test that custom steps, losses and metrics of models train to one replica's numbers.
 
 Two replicas train on batches that do not divide, and on one that leaves a replica without rows.
 """
