@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
@@ -276,21 +276,15 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = begin("fit_overhead.py", argv, args.rounds, **ONE_THREAD)
     results = {}
-    try:
-        for name in args.models:
-            model = MODELS[name]
-            results[name] = measure(
-                model, args.rounds, args.steps or model.steps, args.cores, args.timeout
-            )
-    except ProcessFailed as failure:
-        print(f"fit_overhead: {failure}", file=sys.stderr)
-        return 2
+    for name in args.models:
+        model = MODELS[name]
+        results[name] = measure(
+            model, args.rounds, args.steps or model.steps, args.cores, args.timeout
+        )
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    return conclude(
-        args, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results}
-    )
+    return conclude(args, "fit_overhead", facts, verdicts, text, models=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

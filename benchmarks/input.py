@@ -29,7 +29,7 @@ from typing import Any
 from common import input_order, input_pipelines
 from common.input_images import HEIGHT, WIDTH, folder, size
 from common.input_pipelines import BATCH, KERAS_SIDE, SIDE
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -367,21 +367,13 @@ def main(argv: list[str]) -> int:
     facts = begin("input.py", argv, args.rounds)
     facts |= {"Pillow": importlib.metadata.version("pillow"), "Cores of the pipelines": len(cores)}
     results: dict = {"buffer": args.buffer}
-    try:
-        for name, run in (("images", images), ("order", order)):
-            if name in args.parts:
-                results[name] = run(args, cores)
-    except ProcessFailed as failure:
-        print(f"input: {failure}", file=sys.stderr)
-        return 2
+    for name, run in (("images", images), ("order", order)):
+        if name in args.parts:
+            results[name] = run(args, cores)
     verdicts = judge(results)
-    return conclude(
-        args,
-        "input",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, "parts": results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "input", facts, verdicts, text, parts=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

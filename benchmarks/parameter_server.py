@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -415,24 +415,18 @@ def main(argv: list[str]) -> int:
         )
     facts = begin("parameter_server.py", argv, args.rounds, **ONE_THREAD) | {"Epochs": args.epochs}
     results = {}
-    try:
-        with Clusters(args.timeout) as clusters:
-            for name in (p for p in PARTS if p in args.parts):
-                if name == "first_batch":
-                    results[name] = first_batch(clusters, args.rounds, MEGABYTES)
-                elif name == "accuracy":
-                    results[name] = accuracy(clusters, args.seeds, args.epochs)
-                else:
-                    results[name] = speed(SPEED[name], clusters, args.rounds, args.steps)
-    except ProcessFailed as failure:
-        print(f"parameter_server: {failure}", file=sys.stderr)
-        return 2
+    with Clusters(args.timeout) as clusters:
+        for name in (p for p in PARTS if p in args.parts):
+            if name == "first_batch":
+                results[name] = first_batch(clusters, args.rounds, MEGABYTES)
+            elif name == "accuracy":
+                results[name] = accuracy(clusters, args.seeds, args.epochs)
+            else:
+                results[name] = speed(SPEED[name], clusters, args.rounds, args.steps)
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    return conclude(
-        args, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results}
-    )
+    return conclude(args, "parameter_server", facts, verdicts, text, parts=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

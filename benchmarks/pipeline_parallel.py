@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 
+from common.processes import ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
@@ -51,10 +52,6 @@ MEMORY = {
 }
 
 
-class Failed(Exception):
-    """Raised when a measuring process fails, with the end of its output."""
-
-
 def measure(timeout: float, **order: object) -> list[float]:
     """Return the figures that a process of its own measures."""
     words = ", ".join(map(str, order.values()))
@@ -66,9 +63,11 @@ def measure(timeout: float, **order: object) -> list[float]:
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"{words} took more than {timeout:g} s; --timeout allows more") from None
+        raise ProcessFailed(
+            f"{words} took more than {timeout:g} s; --timeout allows more"
+        ) from None
     if done.returncode:
-        raise Failed(f"{words} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise ProcessFailed(f"{words} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -234,19 +233,11 @@ def main(argv: list[str]) -> int:
         TF_NUM_INTRAOP_THREADS="1",
         TF_ENABLE_ONEDNN_OPTS="1",
     )
-    try:
-        results = run(args)
-    except Failed as failure:
-        print(f"pipeline_parallel: {failure}", file=sys.stderr)
-        return 2
+    results = run(args)
     verdicts = judge(results)
-    return conclude(
-        args,
-        "pipeline_parallel",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, **results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "pipeline_parallel", facts, verdicts, text, **results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, ProcessFailed, run_main
 from common.recovery_worker import Job, serve
 from common.report import (
     add_options,
@@ -177,15 +177,18 @@ def launch(
         str(standbys),
         model,
     ]
-    done = subprocess.run(
-        words,
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            words,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise ProcessFailed(str(late)) from None
     if done.returncode:
         raise ProcessFailed(
             f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n"
@@ -535,17 +538,13 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = begin("recovery.py", argv, args.rounds)
     faults = ["worker"] if args.quick else list(FAULTS)
-    try:
-        recoveries = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
-        large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
-        saved = (
-            save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
-            if "save" in args.parts
-            else {}
-        )
-    except (ProcessFailed, subprocess.TimeoutExpired) as failure:
-        print(f"recovery: {failure}", file=sys.stderr)
-        return 2
+    recoveries = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
+    large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
+    saved = (
+        save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
+        if "save" in args.parts
+        else {}
+    )
     verdicts = judge(recoveries, saved)
     text = report(recoveries, large, saved, verdicts, facts)
     figures = {
@@ -559,8 +558,8 @@ def main(argv: list[str]) -> int:
         },
         "seconds_per_epoch": saved,
     }
-    return conclude(args, "recovery", text, {"about": facts, "bars": verdicts, **figures})
+    return conclude(args, "recovery", facts, verdicts, text, **figures)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

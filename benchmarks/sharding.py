@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -241,45 +241,36 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = begin("sharding.py", argv, args.rounds, **ONE_THREAD)
     results: dict = {}
-    try:
-        for number in range(args.rounds):
-            for processes in args.processes:
-                for way in (
-                    CONTENDERS[processes] if number % 2 == 0 else CONTENDERS[processes][::-1]
-                ):
-                    if args.ways and way not in args.ways:
-                        continue
-                    weights, figures = measure(way, processes, args)
-                    entry = results.setdefault(
-                        (way, processes),
-                        {
-                            "weights": weights,
-                            "layer": 32 * args.width**2,
-                            "seconds": [],
-                            "losses": [],
-                        },
-                    )
-                    entry["seconds"].append(max(each["seconds"] for each in figures))
-                    for kind in ("resident", "peak"):
-                        entry[kind] = max(entry.get(kind, 0), *(each[kind] for each in figures))
-                    entry["losses"].append(figures[0]["loss"])
-                    print(
-                        f"{way}, {processes} processes, round {number + 1}: {entry}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-    except ProcessFailed as failure:
-        print(f"sharding: {failure}", file=sys.stderr)
-        return 2
+    for number in range(args.rounds):
+        for processes in args.processes:
+            for way in CONTENDERS[processes] if number % 2 == 0 else CONTENDERS[processes][::-1]:
+                if args.ways and way not in args.ways:
+                    continue
+                weights, figures = measure(way, processes, args)
+                entry = results.setdefault(
+                    (way, processes),
+                    {
+                        "weights": weights,
+                        "layer": 32 * args.width**2,
+                        "seconds": [],
+                        "losses": [],
+                    },
+                )
+                entry["seconds"].append(max(each["seconds"] for each in figures))
+                for kind in ("resident", "peak"):
+                    entry[kind] = max(entry.get(kind, 0), *(each[kind] for each in figures))
+                entry["losses"].append(figures[0]["loss"])
+                print(
+                    f"{way}, {processes} processes, round {number + 1}: {entry}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     facts["Parameters"] = f"{next(iter(results.values()))['weights'] // 4:,}"
     verdicts = judge(results)
-    document = {
-        "about": facts,
-        "bars": verdicts,
-        "results": [{"way": way, "processes": n, **entry} for (way, n), entry in results.items()],
-    }
-    return conclude(args, "sharding", report(results, verdicts, facts), document)
+    rows = [{"way": way, "processes": n, **entry} for (way, n), entry in results.items()]
+    text = report(results, verdicts, facts)
+    return conclude(args, "sharding", facts, verdicts, text, results=rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

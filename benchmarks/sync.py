@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
@@ -270,19 +270,11 @@ def main(argv: list[str]) -> int:
     args.cores = cores(parser)
     args.epochs = args.epochs or (1 if args.quick else None)
     facts = begin("sync.py", argv, args.rounds, **ONE_THREAD)
-    try:
-        results = {name: measure(name, args) for name in args.models}
-    except ProcessFailed as failure:
-        print(f"sync: {failure}", file=sys.stderr)
-        return 2
+    results = {name: measure(name, args) for name in args.models}
     verdicts = judge(results)
-    return conclude(
-        args,
-        "sync",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, "models": results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "sync", facts, verdicts, text, models=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)
