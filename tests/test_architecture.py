@@ -43,11 +43,11 @@ OUTSIDE = {"tests", "configs", "examples", "benchmarks"}
 
 def files(*packages: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
     """Return the package's files: of these packages, if any are named, and not of those."""
-    found = sorted(PACKAGE.rglob("*.py"))
-    assert found
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert paths
     return [
         path
-        for path in found
+        for path in paths
         if package(path) not in without and (not packages or package(path) in packages)
     ]
 
@@ -65,7 +65,7 @@ def nodes(path: pathlib.Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))))
 
 
-def place(path: pathlib.Path, node: ast.AST) -> str:
+def location(path: pathlib.Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -84,7 +84,7 @@ def imports(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{place(path, node)}: a relative import; write it out"
+            assert node.level == 0, f"{location(path, node)}: a relative import; write it out"
             yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
 
@@ -95,7 +95,7 @@ def names(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a name with its attributes as text; "" for what does not begin with a name."""
+    """Return a name with its attributes as text; "" for other expressions."""
     if isinstance(node, ast.Attribute):
         head = dotted(node.value)
         return head and f"{head}.{node.attr}"
@@ -127,7 +127,7 @@ def allowed(own: str) -> set[str]:
     return set()
 
 
-def test_every_package_has_a_place():
+def test_every_package_has_a_level():
     planned = set().union(*(members for level in LEVELS for members in level))
     assert {package(path) for path in files()} == planned | ENTRY_POINTS | {"launch"}
 
@@ -154,7 +154,7 @@ def test_unit_tests_mirror_the_package():
 
 def test_a_package_imports_only_lower_levels():
     none(
-        f"{place(path, node)}: {package(path)} imports {name}"
+        f"{location(path, node)}: {package(path)} imports {name}"
         for path in files(without={"__init__"})  # it lists the public names for type checkers
         for node, name in packages_used(path)
         if name not in allowed(package(path))
@@ -170,7 +170,7 @@ def test_commands_and_public_names_exist():
 
 def test_frameworks_stay_in_their_packages():
     none(
-        f"{place(path, node)}: imports {name}"
+        f"{location(path, node)}: imports {name}"
         for path in files(*WITHOUT_FRAMEWORKS)
         for node, name in imports(path)
         if name.split(".")[0] in FRAMEWORKS
@@ -200,7 +200,7 @@ def test_entry_points_load_no_framework(code):
 def test_the_environment_is_read_where_clusters_are_found():
     banned = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files(without=SEES_ENVIRON)
         for node, name in names(path)
         if name in banned
@@ -209,7 +209,7 @@ def test_the_environment_is_read_where_clusters_are_found():
 
 def test_private_names_of_frameworks_are_hooks():
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files(without=SEES_PRIVATE_NAMES)
         for node, name in names(path)
         if _private(name)
@@ -219,7 +219,7 @@ def test_private_names_of_frameworks_are_hooks():
 def test_private_attributes_are_our_own():
     """An attribute with a leading underscore that nothing in its file defines is foreign."""
     none(
-        f"{place(path, node)}: .{node.attr}"
+        f"{location(path, node)}: .{node.attr}"
         for path in files(without=SEES_PRIVATE_NAMES)
         for own in [set(_defined(path))]
         for node in nodes(path)
@@ -253,9 +253,9 @@ def _defined(path: pathlib.Path) -> Iterator[str]:
             yield node.attr
 
 
-def test_data_and_backup_know_no_strategy():
+def test_data_and_backup_import_no_strategy():
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files("data", "backup")
         for node, name in names(path)
         if "tf.distribute" in name
@@ -264,7 +264,7 @@ def test_data_and_backup_know_no_strategy():
 
 def test_the_package_stands_alone():
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files()
         for node, name in imports(path)
         if name.split(".")[0] in OUTSIDE
@@ -399,9 +399,9 @@ def _imported(path: pathlib.Path, modules: Collection[str]) -> Iterator[str]:
     }
     for node, name in imports(path):
         if id(node) not in for_checkers:
-            found = name if name in modules else name.rpartition(".")[0]
-            if found in modules and found != module(path):
-                yield found
+            imported = name if name in modules else name.rpartition(".")[0]
+            if imported in modules and imported != module(path):
+                yield imported
 
 
 def test_every_module_is_on_the_architecture_page():

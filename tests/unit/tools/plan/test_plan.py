@@ -1,4 +1,4 @@
-"""Test plans of what each of several devices needs, from what one device needs.
+"""Test predictions of the needs of several devices from those of one device.
 
 Figures are computed by hand; tests also cover the chosen option and wrong arguments.
 """
@@ -25,7 +25,7 @@ NEEDS = Needs(
 )
 
 
-def found(devices, needs=None, **more):
+def options_by_name(devices, needs=None, **more):
     needs = needs or cut(*[(4 / devices, 1 / devices)] * devices)
     return {option.name: option for option in all_options(needs, devices, **more)}
 
@@ -62,7 +62,7 @@ def test_one_device_has_one_way():
     ],
 )
 def test_four_devices(name, resident, peak, sent):
-    option = found(4)[name]
+    option = options_by_name(4)[name]
     assert (option.resident, option.peak, option.sent) == (
         resident * MEGA,
         peak * MEGA,
@@ -71,19 +71,19 @@ def test_four_devices(name, resident, peak, sent):
 
 
 def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
-    option = found(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline parallel"]
+    option = options_by_name(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline parallel"]
     assert (option.resident, option.sent) == (60 * MEGA, 1000 * 32)
     assert (
         option.peak == (60 + 2 * 20 + 4) * MEGA
     )  # gradients, and their sums; of two micro-batches of four rows half of the activations
-    early = found(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline parallel"]
+    early = options_by_name(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline parallel"]
     assert early.resident == 90 * MEGA
     assert early.peak == max(30 + 10 + 20 + 0.9 * 8 * 2, 90 + 2 * 30 + 0.1 * 8) * MEGA
 
 
 def test_pipeline_whose_traffic_depends_on_the_data():
     needs = dataclasses.replace(NEEDS, stages=[Stage(20 * MEGA, 0, 0.5, None)] * 2)
-    assert found(2, needs)["pipeline parallel"].sent is None
+    assert options_by_name(2, needs)["pipeline parallel"].sent is None
     assert "not known" in "\n".join(
         table(needs, all_options(needs, 2), None, *choose(all_options(needs, 2), None))
     )
@@ -128,7 +128,7 @@ def test_impossible_option_is_explained_and_not_chosen(needs, name, reason):
 
 
 def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica():
-    assert found(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
+    assert ways_by_name(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_nothing_fits():
     assert 'more devices, a smaller global batch, or train.precision="mixed_bfloat16"' in reason
 
 
-def test_the_table_says_what_fits_and_how_to_have_it():
+def test_table_marks_fitting_options_and_their_flags():
     options = all_options(FOUR, 4)
     lines = table(FOUR, options, 170 * MEGA, *choose(options, 170 * MEGA))
     assert lines[0] == (
@@ -180,7 +180,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
         (["--config=a.py", "--microbatches", "half"], "received 'half'"),
     ],
 )
-def test_wrong_words_are_named(words, message):
+def test_wrong_arguments_are_named(words, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         main.parse(words)
 
