@@ -128,7 +128,7 @@ def test_impossible_option_is_explained_and_not_chosen(needs, name, reason):
 
 
 def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica():
-    assert ways_by_name(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
+    assert options_by_name(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
 
 
 @pytest.mark.parametrize(
