@@ -207,6 +207,10 @@ class TaskServer(socketserver.ThreadingTCPServer):
     ) -> None:
         """Go on with a connection after the reply was sent. By default, do nothing."""
 
+    def acknowledge_s(self, reply: Mapping[str, Any]) -> float:
+        """Return for how many seconds a client may acknowledge a reply, default `exchange_s`."""
+        return self.exchange_s
+
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         """Take note that a client has acknowledged the reply. By default, do nothing."""
 
@@ -232,7 +236,7 @@ class _Handler(socketserver.BaseRequestHandler):
             reply = server.reply(request, self.client_address[0])
             send(connection, reply)
             server.after_reply(request, reply, connection)
-            connection.settimeout(server.exchange_s)
+            connection.settimeout(server.acknowledge_s(reply))
             # The client closes first, so TIME_WAIT stays with it and not on TensorFlow's port.
             if connection.recv(1) == ACKNOWLEDGED:
                 server.was_received(request, reply)

@@ -3,9 +3,9 @@
 TensorFlow waits an hour for a task that never comes, and for ever if two tasks disagree. So before
 it starts, every task listens at its own address, asks other tasks for their identities, and leaves
 when all tasks have met. Up to 32 tasks, each asks all others. In a larger cluster, the first task
-asks all others, and each of the others asks the first task and the next one, so that the number of
-connections grows with the number of tasks and not with its square. A request and a reply are one
-JSON line each. The check does not run TensorFlow.
+asks all others, and each of the others asks the first task and the one before it in TensorFlow's
+ring, so that the number of connections grows with the number of tasks and not with its square. A
+request and a reply are one JSON line each. The check does not run TensorFlow.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ def check(
     """Block until the listening tasks (all but the evaluator) have met.
 
     Each of these tasks calls it. Up to 32 tasks, every pair of them meets. In a larger cluster, the
-    first task meets all others, and each task also meets the next one. Afterwards this task's port
-    is free for TensorFlow. An evaluator returns at once.
+    first task meets all others, and each task also meets the one before it in TensorFlow's ring.
+    Afterwards this task's port is free for TensorFlow. An evaluator returns at once.
 
     Args:
         spec: Cluster with this process's task.
@@ -210,6 +210,11 @@ class _Barrier:
             "missing_count": len(self.missing),
         }
 
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until the timeout."""
+        return self.wait.timeout - self.wait.elapsed
+
     def note_received(self, name: str) -> None:
         """Take note that a task has received the go."""
         self.notified.add(name)
@@ -275,13 +280,17 @@ class _Barrier:
         for reply, reason in self._exchange_due([leader], ready=True).values():
             if reply.get("go"):
                 return {}
-            waits_for = self._reasons_in(reply)
-            count = reply.get("missing_count")
-            self.missing_count = count if waits_for and isinstance(count, int) else 0
-            self.missing = {name: f"{leader}: {text}" for name, text in waits_for.items()} or {
+            self.missing = self._missing_there(reply) or {
                 leader: reason or "it waits for the others"
             }
         return self.missing or {leader: "not asked yet"}
+
+    def _missing_there(self, reply: Mapping[str, Any]) -> dict[str, str]:
+        """Return for which tasks the leader waits, as its reply says, and note how many."""
+        reasons = self._reasons_in(reply)
+        count = reply.get("missing_count")
+        self.missing_count = count if reasons and isinstance(count, int) else 0
+        return {name: f"{self.leader}: {text}" for name, text in reasons.items()}
 
     def _reasons_in(self, reply: Mapping[str, Any]) -> dict[str, str]:
         """Return for which tasks another one waits, as its reply says."""
@@ -348,8 +357,7 @@ class _Barrier:
     def _reply_s(self, task: Task) -> float:
         if task != self.leader or len(self.tasks) <= REPLIES:
             return EXCHANGE_S
-        left = self.wait.timeout - self.wait.elapsed
-        return max(EXCHANGE_S, min(EXCHANGE_S * len(self.tasks) / REPLIES, left))
+        return max(EXCHANGE_S, min(EXCHANGE_S * len(self.tasks) / REPLIES, self.seconds_left))
 
     def _is_compatible(
         self, hello: Mapping[str, Any], peer: str, expected: str | None = None
@@ -404,6 +412,11 @@ class _Barrier:
             return self.missing
 
         if missing := self.wait.until_none(missing_or_fault, longest):
+            if str(self.leader) in self.met:  # it may wait for more tasks than this one
+                reply, _ = self._exchange(self.leader)
+                missing = {**self._missing_there(reply), **missing}
+                if self.fault:
+                    raise self.fault.error
             seconds = self.wait.timeout
             reasons = absent_too_long(missing, self.spec, seconds, self.missing_count)
             raise PeersAbsent(f"preflight of {self.me}: {reasons}")
@@ -413,8 +426,11 @@ def _peers(tasks: Sequence[Task], me: Task) -> dict[str, Task]:
     """Return the tasks that a task asks, by name: all others, or in a large cluster few of them."""
     others = [task for task in tasks if task != me]
     if len(tasks) > ALL_PAIRS and me != tasks[0]:
-        following = tasks[(tasks.index(me) + 1) % len(tasks)]
-        others = [task for task in others if task in (tasks[0], following)]
+        # TensorFlow's ring has the tasks in the lexicographical order of their names, and each
+        # fetches from the one before it (collective_param_resolver_local.cc, EstablishGlobalRank).
+        ring = sorted(tasks, key=str)
+        before = ring[ring.index(me) - 1]
+        others = [task for task in others if task in (tasks[0], before)]
     return {str(task): task for task in others}
 
 
@@ -428,6 +444,10 @@ class _Server(TaskServer):
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
         return self.barrier.answer(request, host)
+
+    def acknowledge_s(self, reply: Mapping[str, Any]) -> float:
+        """See `TaskServer`. A task that has received the go is gone: it cannot be asked again."""
+        return max(EXCHANGE_S, self.barrier.seconds_left if reply.get("go") else 0.0)
 
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         if reply.get("go"):
