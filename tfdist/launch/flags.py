@@ -23,8 +23,11 @@ Runs COMMAND once for each task of a cluster. Each task gets its own TF_CONFIG.
   on each host of a cluster that may grow and shrink:
   tfdist launch --rendezvous a:2222 --max-workers 4 --min-workers 2 --restarts 9 -- train.py
 
-COMMAND is a Python file, -m MODULE, `tfdist train`, or any program. Without --cluster and
---rendezvous, all tasks run on this host, on free ports and without access to the network.
+  on hosts that you reach by ssh, from one terminal:
+  tfdist launch --on ssh --hosts a:2,b:2 --restarts 9 -- train.py
+
+COMMAND is a Python file, -m MODULE, `tfdist train`, or any program. Without --cluster,
+--rendezvous and --on, all tasks run on this host, on free ports and without access to the network.
 Press Ctrl-C to end all tasks, and press it again to kill them at once.
 """
 
@@ -75,6 +78,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
             f"{set_flags[0]}: expected without --cluster, received both; the file {flags.cluster} "
             "lists the tasks"
         )
+    _check_engine(flags)
     if flags.standby and not flags.restarts and flags.rendezvous is None:
         raise ValueError(
             f"--standby: expected together with --restarts K, received --standby {flags.standby} "
@@ -93,6 +97,44 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
         )
 
 
+OF_ENGINES = {  # flags of --on, and the engines that take each
+    "hosts": ("ssh",),
+    "hosts_file": ("ssh",),
+    "ssh_command": ("ssh",),
+    "remote_python": ("ssh",),
+    "gpus_per_task": ("ssh",),
+    "directory": ("ssh",),
+    "env": ("ssh",),
+}
+ENGINES = ("ssh",)
+JOIN_TIMEOUT_S = 300.0
+
+
+def _check_engine(flags: argparse.Namespace) -> None:
+    """Check the combination of --on with other flags."""
+    for name, engines in OF_ENGINES.items():
+        if getattr(flags, name) is not None and flags.on not in engines:
+            raise ValueError(
+                f"{flag_of(name)}: expected together with --on {' or '.join(engines)}, received "
+                f"{'--on ' + flags.on if flags.on else 'alone'}"
+            )
+    if flags.on is None:
+        return
+    for name in ("cluster", "rendezvous", "data_workers", "standby", "check", "allow_remote"):
+        if getattr(flags, name) not in (None, False):
+            raise ValueError(
+                f"{flag_of(name)}: expected without --on, received both; --on {flags.on} starts "
+                "the tasks on other machines by itself"
+            )
+    if flags.on == "ssh" and (flags.hosts is None) == (flags.hosts_file is None):
+        raise ValueError(
+            "--on ssh: expected either --hosts HOST:SLOTS,... or --hosts-file FILE, received "
+            f"{'none' if flags.hosts is None else 'both'}"
+        )
+    if flags.join_timeout is None:
+        flags.join_timeout = JOIN_TIMEOUT_S
+
+
 def _check_hosts(flags: argparse.Namespace) -> None:
     """Check the combination of the multi-host flags and set their defaults."""
     of_rendezvous = (
@@ -102,7 +144,7 @@ def _check_hosts(flags: argparse.Namespace) -> None:
         "min_workers",
         "restart_window",
         "host_timeout",
-        "join_timeout",
+        *(() if flags.on else ("join_timeout",)),
     )
     if flags.rendezvous is None:
         for name in of_rendezvous:
@@ -133,7 +175,11 @@ def _check_hosts(flags: argparse.Namespace) -> None:
             f"--min-workers: expected at most --max-workers {flags.max_workers}, received "
             f"{flags.min_workers}"
         )
-    for name, default in (("restart_window", 30.0), ("host_timeout", 5.0), ("join_timeout", 300.0)):
+    for name, default in (
+        ("restart_window", 30.0),
+        ("host_timeout", 5.0),
+        ("join_timeout", JOIN_TIMEOUT_S),
+    ):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     for name in ("host_timeout", "join_timeout"):
@@ -232,7 +278,41 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--join-timeout",
         type=seconds,
         metavar="S",
-        help="seconds within which at least A workers must join (300)",
+        help="seconds within which at least A workers must join, and with --on all hosts must "
+        "answer (300)",
+    )
+    engine = parser.add_argument_group("machines of an engine, from one terminal")
+    engine.add_argument(
+        "--on", choices=ENGINES, help="where to start the tasks; the output comes back here"
+    )
+    engine.add_argument(
+        "--hosts", metavar="A:2,B", help="hosts for --on ssh, with the number of tasks of each (1)"
+    )
+    engine.add_argument(
+        "--hosts-file", metavar="FILE", help="file with HOST or HOST:SLOTS on each line"
+    )
+    engine.add_argument(
+        "--ssh-command", metavar="WORDS", help='ssh and its options, such as "ssh -p 2222" (ssh)'
+    )
+    engine.add_argument(
+        "--remote-python",
+        metavar="PATH",
+        help="Python with tfdist on the hosts (the path of the Python that runs this command)",
+    )
+    engine.add_argument(
+        "--directory", metavar="DIR", help="working directory of the tasks (the current one)"
+    )
+    engine.add_argument(
+        "--env",
+        action="append",
+        metavar="NAME=VALUE",
+        help="variable for the tasks; NAME alone passes on the value from here; repeatable",
+    )
+    engine.add_argument(
+        "--gpus-per-task",
+        type=whole(0),
+        metavar="K",
+        help="GPUs of each task, by CUDA_VISIBLE_DEVICES (every task sees all GPUs of its host)",
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
