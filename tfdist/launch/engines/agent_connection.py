@@ -26,6 +26,10 @@ class AgentLost(TimeoutError):
     """An agent cannot be reached; the message names the host and the reason."""
 
 
+class AgentLate(AgentLost):
+    """An agent has not answered yet."""
+
+
 class Transport(Protocol):
     """Carries lines to and from an agent."""
 
@@ -49,11 +53,17 @@ class ProcessTransport:
         argv: Command of the program.
         guardian: Guardian that kills the program if this process dies.
         environ: Environment of the program; None for that of this process.
+        remedies: What to do after an exit code of the program.
     """
 
     def __init__(
-        self, argv: Sequence[str], guardian: Guardian, environ: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        guardian: Guardian,
+        environ: Mapping[str, str] | None = None,
+        remedies: Mapping[int, str] | None = None,
     ):
+        self._remedies = remedies or {}
         self._name = os.path.basename(argv[0])
         self._guardian = guardian
         self._popen = subprocess.Popen(
@@ -92,7 +102,9 @@ class ProcessTransport:
     def ending(self) -> str:
         """See `Transport`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"{self._name} ended with {self._popen.wait(1.0)}"
+            code = self._popen.wait(1.0)
+            remedy = self._remedies.get(code, "")
+            return f"{self._name} ended with {code}" + (f" ({remedy})" if remedy else "")
         return f"{self._name} closed the connection"
 
 
@@ -138,7 +150,8 @@ class AgentConnection:
             The message.
 
         Raises:
-            AgentLost: If the agent is lost, or does not reply in time.
+            AgentLost: If the agent is lost.
+            AgentLate: If it does not reply in time.
             ValueError: If the agent refuses.
         """
         while True:
@@ -148,7 +161,7 @@ class AgentConnection:
                 if self.lost is not None:
                     raise AgentLost(self._problem(self.lost)) from None
                 if time.monotonic() >= deadline:
-                    raise AgentLost(self._problem(f"sent no {kind!r} in time")) from None
+                    raise AgentLate(self._problem(f"sent no {kind!r}")) from None
                 continue
             if reply["type"] == "refused":
                 raise ValueError(f"host {self.host}: {reply['text']}")

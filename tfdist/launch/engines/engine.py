@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tfdist.cluster.addresses import join_address
-from tfdist.launch.engines.agent_connection import AgentConnection, AgentLost, RemoteTask, Transport
+from tfdist.launch.engines.agent_connection import (
+    AgentConnection,
+    AgentLate,
+    AgentLost,
+    RemoteTask,
+    Transport,
+)
 from tfdist.launch.task_plan import TaskPlan
 
 
@@ -174,12 +180,11 @@ class Fleet:
         while True:
             if self._interrupted():
                 raise Interrupted
-            soon = min(deadline, time.monotonic() + 0.5)
             try:
-                return self._agents[slot].wait_for(kind, soon)
-            except AgentLost:
-                if self._agents[slot].lost is not None or time.monotonic() >= deadline:
-                    raise
+                return self._agents[slot].wait_for(kind, min(deadline, time.monotonic() + 0.5))
+            except AgentLate as error:
+                if time.monotonic() >= deadline:
+                    raise AgentLost(f"{error} within {self._timeout:g} s") from None
 
 
 def check_same(facts: dict[str, dict[str, str]], problem: str, remedy: str) -> None:

@@ -19,6 +19,8 @@ OPTIONS = (
     "-oServerAliveInterval=5",
     "-oServerAliveCountMax=3",
 )
+# Exit codes of a shell: the file is missing, or may not be executed.
+REMEDIES = dict.fromkeys((126, 127), "name the Python of that host by --remote-python")
 
 
 class Ssh:
@@ -65,7 +67,9 @@ class Ssh:
         """See `Engine`."""
         agent = shlex.join([self._python, "-m", "tfdist.launch.engines.agent_process"])
         return ProcessTransport(
-            [*self._command, *OPTIONS, slot.host, f"exec {agent}"], self._guardian
+            [*self._command, *OPTIONS, slot.host, f"exec {agent}"],
+            self._guardian,
+            remedies=REMEDIES,
         )
 
     def close(self) -> None:
