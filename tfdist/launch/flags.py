@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tfdist.cluster.addresses import address_problem
 from tfdist.cluster.spec import DATA_WORKERS
 from tfdist.runtime.cli_arguments import flag_of, real, whole
+from tfdist.runtime.launch_protocol import Phase
 
 USAGE = "tfdist launch [FLAGS] -- COMMAND ..."
 DESCRIPTION = """\
@@ -197,9 +198,68 @@ def _threads(text: str) -> int | None:
     return int(text)
 
 
+seconds = real("seconds, 0 or more", lambda value: 0 <= value < float("inf"))
+
+
+def add_task_flags(tasks) -> None:
+    """Add the flags of a task that the launcher and a scheduler's agent share to a group."""
+    tasks.add_argument(
+        "--threads",
+        type=_threads,
+        metavar="N",
+        help="threads per task (auto: the cores of this host / its tasks)",
+    )
+    tasks.add_argument(
+        "--grace",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds that tasks have after SIGTERM or SIGINT, before SIGKILL (10)",
+    )
+
+
+def add_hang_flags(faults) -> None:
+    """Add the watchdog timeouts to a group."""
+    faults.add_argument(
+        "--hang-timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds without a step after which a task counts as hung (300; 0 means never)",
+    )
+    faults.add_argument(
+        "--start-timeout",
+        type=seconds,
+        default=1800.0,
+        metavar="S",
+        help="the same for the first call of a function, which TensorFlow compiles (1800; 0 means "
+        "never)",
+    )
+
+
+def add_color_flag(output) -> None:
+    """Add --color to a group."""
+    output.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether to color the output (auto: on a terminal, unless NO_COLOR is set)",
+    )
+
+
+def hang_timeouts(flags: argparse.Namespace) -> dict[str, float]:
+    """Return the watchdog timeout of each phase in seconds.
+
+    Args:
+        flags: Checked flags of the launcher.
+    """
+    tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
+    bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
+    return {phase: seconds for phase, seconds in bounds.items() if seconds}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the launcher to a parser."""
-    seconds = real("seconds, 0 or more", lambda value: 0 <= value < float("inf"))
     local = parser.add_argument_group("a cluster on this machine")
     local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
     local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")
@@ -315,19 +375,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="GPUs of each task, by CUDA_VISIBLE_DEVICES (every task sees all GPUs of its host)",
     )
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument(
-        "--threads",
-        type=_threads,
-        metavar="N",
-        help="threads per task (auto: the cores of this host / its tasks)",
-    )
-    tasks.add_argument(
-        "--grace",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds that tasks have after SIGTERM or SIGINT, before SIGKILL (10)",
-    )
+    add_task_flags(tasks)
     tasks.add_argument(
         "--evaluator-wait",
         type=seconds,
@@ -357,21 +405,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "faster; they take 0.7 GB each (with --restarts: one for each Python task here, if memory "
         "allows; else 0)",
     )
-    faults.add_argument(
-        "--hang-timeout",
-        type=seconds,
-        default=300.0,
-        metavar="S",
-        help="seconds without a step after which a task counts as hung (300; 0 means never)",
-    )
-    faults.add_argument(
-        "--start-timeout",
-        type=seconds,
-        default=1800.0,
-        metavar="S",
-        help="the same for the first call of a function, which TensorFlow compiles (1800; 0 means "
-        "never)",
-    )
+    add_hang_flags(faults)
     faults.add_argument(
         "--chaos",
         metavar="PLAN",
@@ -390,12 +424,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="tasks whose output to show (all)",
     )
-    output.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="whether to color the output (auto: on a terminal, unless NO_COLOR is set)",
-    )
+    add_color_flag(output)
     output.add_argument(
         "--no-prefix", action="store_true", help="do not begin each line with the name of its task"
     )

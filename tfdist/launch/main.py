@@ -19,7 +19,7 @@ from tfdist.launch.engines import launch_on
 from tfdist.launch.engines.engine import Interrupted
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
-from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, split
+from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, hang_timeouts, split
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
@@ -38,7 +38,6 @@ from tfdist.runtime.launch_protocol import (
     PREEMPTED_CODE,
     RESULT,
     THREAD_VARIABLES,
-    Phase,
     note,
 )
 from tfdist.runtime.resource_limits import cores
@@ -257,17 +256,6 @@ def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | N
                 f"--chaos: expected a task of {', '.join(tasks)}, or chief, received {fault.text!r}"
             )
     return faults
-
-
-def hang_timeouts(flags: argparse.Namespace) -> dict[str, float]:
-    """Return the watchdog timeout of each phase in seconds.
-
-    Args:
-        flags: Checked flags of the launcher.
-    """
-    tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
-    bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
-    return {phase: seconds for phase, seconds in bounds.items() if seconds}
 
 
 def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]]:

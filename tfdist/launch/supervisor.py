@@ -238,8 +238,7 @@ class Supervisor:
             if process.code == 0
             and process.plan.role is Role.TRAINS
             and process.plan.name not in met
-            and len(ClusterSpec.from_tf_config(process.plan.environ["TF_CONFIG"]).listening_tasks)
-            > 1
+            and _has_peers(process.plan)
         ]
         if unmet:
             self._console.notice(
@@ -538,6 +537,11 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while not condition() and len(self._signals) <= signals and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+
+def _has_peers(plan: TaskPlan) -> bool:
+    config = plan.environ.get("TF_CONFIG")
+    return config is not None and len(ClusterSpec.from_tf_config(config).listening_tasks) > 1
 
 
 def _in_framework(stack: str) -> bool:
