@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
@@ -134,7 +134,8 @@ def measure(model: Model, rounds: int, steps: int, cores: list[int], timeout: fl
         teams = {}
         counts = {}
         for key in dict.fromkeys((v.framework, v.workers) for v in variants.values()):
-            teams[key] = team = Team(key[0], model, cores[: key[1]], logs, timeout)
+            team = Team(key[0], model, cores[: key[1]], logs, timeout)
+            teams[key] = team
             stack.callback(team.end)
             counts[team.name] = team.ready()
         if len(set(counts.values())) != 1:
@@ -264,7 +265,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=5)
-    args.cores, usable = args.cores or cores(parser), sorted(os.sched_getaffinity(0))
+    args.cores = args.cores or cores(parser)
+    usable = sorted(os.sched_getaffinity(0))
     if len(set(args.cores)) < 2 or not set(args.cores) <= set(usable):
         parser.error(f"--cores: expected two different cores of {usable}, received {args.cores}")
     return args
@@ -274,21 +276,15 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = begin("fit_overhead.py", argv, args.rounds, **ONE_THREAD)
     results = {}
-    try:
-        for name in args.models:
-            model = MODELS[name]
-            results[name] = measure(
-                model, args.rounds, args.steps or model.steps, args.cores, args.timeout
-            )
-    except ProcessFailed as failure:
-        print(f"fit_overhead: {failure}", file=sys.stderr)
-        return 2
+    for name in args.models:
+        model = MODELS[name]
+        results[name] = measure(
+            model, args.rounds, args.steps or model.steps, args.cores, args.timeout
+        )
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    return conclude(
-        args, "fit_overhead", text, {"about": facts, "bars": verdicts, "models": results}
-    )
+    return conclude(args, "fit_overhead", facts, verdicts, text, models=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

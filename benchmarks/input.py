@@ -1,12 +1,12 @@
-"""Measure images per second of input pipelines, and time and memory of orders.
+"""Measure images per second of data pipelines, and time and memory of orders.
 
-Pipelines run side by side. Orders have up to 10^9 examples.
+Data pipelines run side by side. Orders have up to 10^9 examples.
 
     python benchmarks/input.py            # all parts, writes benchmarks/reports/input.{md,json}
     python benchmarks/input.py --quick    # a little of each, writes nothing
 
-Every pipeline has a process of its own on the same cores, which stays alive; only one runs at a
-time. Rounds visit every contender, each second round in reverse order; ratios are taken within a
+Every data pipeline has a process of its own on the same cores, which stays alive; only one runs at
+a time. Rounds visit every contender, each second round in reverse order; ratios are taken within a
 round. What an order costs is measured in a new process for every size. The images are made once,
 under the system's directory of temporary files.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from common import input_order, input_pipelines
 from common.input_images import HEIGHT, WIDTH, folder, size
 from common.input_pipelines import BATCH, KERAS_SIDE, SIDE
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -44,16 +44,14 @@ from common.report import (
 )
 
 ROUNDS = 5
-UNTIMED, STEPS = (
-    16,
-    40,
-)  # batches of a pass: those before tf.data has found its number of threads, and those timed
+UNTIMED = 16  # batches of a pass before tf.data has found its number of threads
+STEPS = 40  # batches of a pass that are timed
 PARTS = ("images", "order")
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Describe a pipeline: its title, its key in `input_pipelines.PIPELINES`, and its package."""
+    """Describe a data pipeline: title, key in `input_pipelines.PIPELINES`, and package."""
 
     title: str
     pipeline: str
@@ -99,7 +97,7 @@ class Group(Processes):
 
 
 def images(args: argparse.Namespace, cores: tuple[int, ...]) -> dict:
-    """Run all pipelines.
+    """Run all data pipelines.
 
     Returns:
         "files" and "bytes" of the folder; "contenders": by letter a list of what each round gave;
@@ -369,21 +367,13 @@ def main(argv: list[str]) -> int:
     facts = begin("input.py", argv, args.rounds)
     facts |= {"Pillow": importlib.metadata.version("pillow"), "Cores of the pipelines": len(cores)}
     results: dict = {"buffer": args.buffer}
-    try:
-        for name, run in (("images", images), ("order", order)):
-            if name in args.parts:
-                results[name] = run(args, cores)
-    except ProcessFailed as failure:
-        print(f"input: {failure}", file=sys.stderr)
-        return 2
+    for name, run in (("images", images), ("order", order)):
+        if name in args.parts:
+            results[name] = run(args, cores)
     verdicts = judge(results)
-    return conclude(
-        args,
-        "input",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, "parts": results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "input", facts, verdicts, text, parts=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -39,7 +39,7 @@ SETUPS = {
     "mirrored": "tfdist `mirrored`, 2 CPU devices",
 }
 OURS = ("one_device", "mirrored")
-TEST_SECONDS = 180
+TEST_TIMEOUT_S = 180
 REPORT = pathlib.Path(__file__).parent / "reports" / "keras_suite"
 # Tests, a part of their message, and why they fail. The first that matches is the reason.
 REASONS: tuple[tuple[str, str, str], ...] = (
@@ -159,7 +159,7 @@ def run_setup(setup: str, root: pathlib.Path, files: list[str], out: pathlib.Pat
         [
             f"--config-file={out.with_suffix('.ini')}",
             f"--rootdir={root}",
-            f"--timeout={TEST_SECONDS}",
+            f"--timeout={TEST_TIMEOUT_S}",
             *("-q", "--no-header", "--tb=native", "-p", "no:cacheprovider"),
             *(str(root / "keras/src" / file) for file in files),
         ],
@@ -229,7 +229,7 @@ def reason_of(test: str, message: str) -> str:
 
 def counts(outcomes: dict[str, dict]) -> dict[str, dict[str, collections.Counter]]:
     """Return by file and setup how many tests passed, failed, or do not apply."""
-    found: dict[str, dict[str, collections.Counter]] = {}
+    counters: dict[str, dict[str, collections.Counter]] = {}
     for setup, of_setup in outcomes.items():
         for test, (outcome, _) in of_setup.items():
             file = test.partition("::")[0].removeprefix("keras/src/")
@@ -237,8 +237,8 @@ def counts(outcomes: dict[str, dict]) -> dict[str, dict[str, collections.Counter
                 outcome = "not applicable"
             if setup == "none" and outcome == "failed":
                 outcome = "not applicable"
-            found.setdefault(file, {}).setdefault(setup, collections.Counter())[outcome] += 1
-    return found
+            counters.setdefault(file, {}).setdefault(setup, collections.Counter())[outcome] += 1
+    return counters
 
 
 def render(facts: dict[str, str | int], outcomes: dict[str, dict]) -> str:
@@ -343,7 +343,7 @@ def conclude(facts: dict, outcomes: dict[str, dict], report: pathlib.Path | None
     if report:
         report.with_suffix(".md").write_text(text)
         others = {
-            setup: {test: found for test, found in tests.items() if found[0] != "passed"}
+            setup: {test: outcome for test, outcome in tests.items() if outcome[0] != "passed"}
             for setup, tests in outcomes.items()
         }
         report.with_suffix(".json").write_text(

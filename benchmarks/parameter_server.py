@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -176,7 +176,8 @@ class Clusters:
             self._running.pop(key).end()
         new = [key for key in dict.fromkeys(keys) if key not in self._running]
         for key in new:
-            self._running[key] = cluster = Cluster(*key, self._logs, self._timeout)
+            cluster = Cluster(*key, self._logs, self._timeout)
+            self._running[key] = cluster
             self._stack.callback(cluster.end)
         for key in new:
             self._running[key].ready()
@@ -190,10 +191,10 @@ def speed(part: Part, clusters: Clusters, rounds: int, steps: int | None) -> dic
         Contender letter -> steps_per_execution -> list by round: "steps_per_second",
         "cpu_milliseconds" of a step, of each process, "bytes" of a step.
     """
-    found = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
+    running = clusters.get(*((c.framework, part.servers) for c in part.contenders.values()))
     cells = [
         (key, c, cluster, n)
-        for (key, c), cluster in zip(part.contenders.items(), found, strict=True)
+        for (key, c), cluster in zip(part.contenders.items(), running, strict=True)
         for n in part.per_execution
     ]
     results: dict = {key: {n: [] for n in part.per_execution} for key in part.contenders}
@@ -235,12 +236,12 @@ def first_batch(clusters: Clusters, rounds: int, megabytes: float) -> dict:
 
     Contenders without a bar take long, and are measured once.
     """
-    found = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
+    running = clusters.get(*((framework, 1) for framework, _, _ in FIRST_BATCH.values()))
     results: dict = {how: {"seconds": [], "of_little": []} for how in FIRST_BATCH}
     for number in range(rounds):
         cells = [
             (how, c)
-            for how, c in zip(FIRST_BATCH, found, strict=True)
+            for how, c in zip(FIRST_BATCH, running, strict=True)
             if number == 0 or FIRST_BATCH[how][2]
         ]
         for how, cluster in cells if number % 2 == 0 else reversed(cells):
@@ -398,10 +399,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, help="of each of them, default 10")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=10)
-    args.seeds, args.epochs = (
-        args.seeds or (1 if args.quick else 5),
-        args.epochs or (1 if args.quick else 10),
-    )
+    args.seeds = args.seeds or (1 if args.quick else 5)
+    args.epochs = args.epochs or (1 if args.quick else 10)
     return args
 
 
@@ -416,24 +415,18 @@ def main(argv: list[str]) -> int:
         )
     facts = begin("parameter_server.py", argv, args.rounds, **ONE_THREAD) | {"Epochs": args.epochs}
     results = {}
-    try:
-        with Clusters(args.timeout) as clusters:
-            for name in (p for p in PARTS if p in args.parts):
-                if name == "first_batch":
-                    results[name] = first_batch(clusters, args.rounds, MEGABYTES)
-                elif name == "accuracy":
-                    results[name] = accuracy(clusters, args.seeds, args.epochs)
-                else:
-                    results[name] = speed(SPEED[name], clusters, args.rounds, args.steps)
-    except ProcessFailed as failure:
-        print(f"parameter_server: {failure}", file=sys.stderr)
-        return 2
+    with Clusters(args.timeout) as clusters:
+        for name in (p for p in PARTS if p in args.parts):
+            if name == "first_batch":
+                results[name] = first_batch(clusters, args.rounds, MEGABYTES)
+            elif name == "accuracy":
+                results[name] = accuracy(clusters, args.seeds, args.epochs)
+            else:
+                results[name] = speed(SPEED[name], clusters, args.rounds, args.steps)
     verdicts = judge(results)
     text = report(results, verdicts, facts)
-    return conclude(
-        args, "parameter_server", text, {"about": facts, "bars": verdicts, "parts": results}
-    )
+    return conclude(args, "parameter_server", facts, verdicts, text, parts=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, ProcessFailed, run_main
 from common.recovery_worker import Job, serve
 from common.report import (
     add_options,
@@ -43,7 +43,9 @@ from tfdist.runtime.launch_protocol import read_journal
 
 ROUNDS = 3
 STEPS = 24  # of an epoch
-SAVE_FREQ, EPOCHS, SAVE_EPOCHS = 10, 5, 10  # steps; epochs of a launch, and of a timed fit
+SAVE_FREQ = 10  # steps
+EPOCHS = 5  # of a launch
+SAVE_EPOCHS = 10  # of a timed fit
 FITS = 4  # of each kind in a round: short ones, so that both sides of a ratio meet the same machine
 HANG_TIMEOUT_S = 5
 HANG_BOUND_S = (
@@ -67,7 +69,7 @@ STAGES = (
     ("ended", "teardown: the others end", "ours"),
     ("started", "launcher, until the script runs", "ours"),
     ("imported", "import of TensorFlow and Keras", "TensorFlow's"),
-    ("met", "import of tfdist, meeting of the workers", "ours"),
+    ("preflight", "import of tfdist, preflight", "ours"),
     ("joined", "TensorFlow's cluster, strategy", "TensorFlow's"),
     ("built", "model and data", "the script's"),
     ("fitting", "beginning of `fit`: the workers agree, which traces", "TensorFlow's"),
@@ -81,12 +83,10 @@ FREQUENCIES = {
 }
 LARGE = {"resnet50": "ResNet-50, 32 x 32", "transformer": "transformer, 12 layers of 128"}
 KINDS = {"standby": 2, "fresh": 0}  # standby processes
-DETECTION, RECOVERY, OWN, COST = (
-    1.0,
-    2.0,
-    0.5,
-    0.05,
-)  # seconds, seconds, seconds, share of throughput
+DETECTION_S = 1.0
+RECOVERY_S = 2.0
+OWN_S = 0.5
+COST = 0.05  # share of throughput
 Recoveries = dict[str, dict[str, list["Recovery"]]]
 Saves = dict[int, dict[str, list[tuple[float, float]]]]
 
@@ -177,15 +177,18 @@ def launch(
         str(standbys),
         model,
     ]
-    done = subprocess.run(
-        words,
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            words,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise ProcessFailed(str(late)) from None
     if done.returncode:
         raise ProcessFailed(
             f"`tfdist launch --chaos {plan!r}` ended with code {done.returncode}:\n"
@@ -196,7 +199,7 @@ def launch(
 
 def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
     """Read the recoveries from the faults of a launch from its journal."""
-    found = []
+    recovered = []
     for number, name in enumerate(faults):
         fault = next(
             line for line in journal if line["event"] == "fault" and line["number"] == number
@@ -212,7 +215,7 @@ def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
             event: next(line["time"] for line in later if line["event"] == event)
             for event in ("detected", "ended")
         }
-        for event in ("started", "imported", "met", "joined", "built", "stepping"):
+        for event in ("started", "imported", "preflight", "joined", "built", "stepping"):
             times[event] = max(
                 line["time"]
                 for line in later
@@ -235,52 +238,54 @@ def recoveries(journal: list[dict], faults: list[str]) -> list[Recovery]:
             event: end - before
             for (event, _, _), before, end in zip(STAGES, ends, ends[1:], strict=False)
         }
-        found.append(Recovery(name, stages, fault["total"] - (first - 1)))
-    return found
+        recovered.append(Recovery(name, stages, fault["total"] - (first - 1)))
+    return recovered
 
 
 def recover(faults: list[str], rounds: int, timeout: float) -> Recoveries:
     """Return the recoveries of all rounds, by kind of launch and by fault."""
-    found: Recoveries = {kind: collections.defaultdict(list) for kind in KINDS}
+    recoveries: Recoveries = {kind: collections.defaultdict(list) for kind in KINDS}
     for number in range(rounds):
         for kind in KINDS if number % 2 == 0 else reversed(KINDS):
             with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
                 for each in launch(pathlib.Path(directory), faults, KINDS[kind], timeout):
-                    found[kind][each.fault].append(each)
+                    recoveries[kind][each.fault].append(each)
             totals = "  ".join(
-                f"{name} {total(each[-1]):.1f}" for name, each in found[kind].items()
+                f"{name} {total(each[-1]):.1f}" for name, each in recoveries[kind].items()
             )
             print(
                 f"launch {number + 1} of {rounds}, {kind}, seconds until the next step: {totals}",
                 file=sys.stderr,
                 flush=True,
             )
-    return found
+    return recoveries
 
 
 def restart_large(rounds: int, timeout: float) -> Recoveries:
     """Return larger models' recoveries from the loss of a worker, by model and kind of launch."""
-    found: Recoveries = {model: collections.defaultdict(list) for model in LARGE}
+    recoveries: Recoveries = {model: collections.defaultdict(list) for model in LARGE}
     for number in range(rounds):
         for model in LARGE:
             for kind in KINDS if number % 2 == 0 else reversed(KINDS):
                 with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
-                    found[model][kind] += launch(
+                    recoveries[model][kind] += launch(
                         pathlib.Path(directory), ["worker"], KINDS[kind], timeout, model, epochs=1
                     )
+                seconds = total(recoveries[model][kind][-1])
                 print(
-                    f"{model}, {kind}: {total(found[model][kind][-1]):.1f} s until the next step",
+                    f"{model}, {kind}: {seconds:.1f} s until the next step",
                     file=sys.stderr,
                     flush=True,
                 )
-    return found
+    return recoveries
 
 
 def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
     """Return seconds and CPU seconds per epoch in each fit, by worker count and `save_freq`."""
-    found: Saves = {}
+    saves: Saves = {}
     for workers in (1, 2):
-        seconds = found[workers] = {key: [] for key in FREQUENCIES}
+        seconds = {key: [] for key in FREQUENCIES}
+        saves[workers] = seconds
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-"))
             team = Team(workers, cores, pathlib.Path(directory), timeout)
@@ -297,7 +302,7 @@ def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
                     file=sys.stderr,
                     flush=True,
                 )
-    return found
+    return saves
 
 
 def total(recovery: Recovery) -> float:
@@ -312,7 +317,7 @@ def ours(recovery: Recovery) -> float:
 
 def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
     """Compare figures with their bars: the worst of all rounds, but for saves the median ratio."""
-    found = (
+    by_fault = (
         {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS}
         if recoveries
         else {}
@@ -322,18 +327,18 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
         if recoveries
         else []
     )
-    killed = [each for name in ("worker", "chief", "writing") for each in found.get(name, [])]
-    within = [each for name in ("worker", "chief", "hung") for each in found.get(name, [])]
+    killed = [each for name in ("worker", "chief", "writing") for each in by_fault.get(name, [])]
+    within = [each for name in ("worker", "chief", "hung") for each in by_fault.get(name, [])]
     rows: list[tuple[str, float | None, str, float]] = [
         (
             "detection of a dead process, s",
             max((each.stages["detected"] for each in killed), default=None),
             "<",
-            DETECTION,
+            DETECTION_S,
         ),
         (
             "detection of a hung process, s",
-            max((each.stages["detected"] for each in found.get("hung", [])), default=None),
+            max((each.stages["detected"] for each in by_fault.get("hung", [])), default=None),
             "<=",
             HANG_BOUND_S,
         ),
@@ -341,13 +346,13 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
             "from kill to next step with standby processes, median, s",
             statistics.median(map(total, ready)) if ready else None,
             "<=",
-            RECOVERY,
+            RECOVERY_S,
         ),
         (
             "of it tfdist's own, median, s",
             statistics.median(map(ours, ready)) if ready else None,
             "<=",
-            OWN,
+            OWN_S,
         ),
         (
             f"lost steps, saved every {SAVE_FREQ}",
@@ -395,8 +400,8 @@ def report(
         lines += row(
             each["name"], value, each["bar"], verdict(each["passed"], each["value"] is not None)
         )
-    for kind, found in recoveries.items():
-        names = list(found)
+    for kind, by_fault in recoveries.items():
+        names = list(by_fault)
         how = (
             "With standby processes" if KINDS[kind] else "Without standby processes (`--standby 0`)"
         )
@@ -411,20 +416,20 @@ def report(
         for event, title, whose in STAGES:
             lines += row(
                 title,
-                *(spread([each.stages[event] for each in found[name]], ".2f") for name in names),
+                *(spread([each.stages[event] for each in by_fault[name]], ".2f") for name in names),
                 whose,
             )
         lines += row(
-            "**all**", *(spread(list(map(total, found[name])), ".1f") for name in names), ""
+            "**all**", *(spread(list(map(total, by_fault[name])), ".1f") for name in names), ""
         )
         lines += row(
             "**tfdist's own**",
-            *(spread([ours(each) for each in found[name]], ".2f") for name in names),
+            *(spread([ours(each) for each in by_fault[name]], ".2f") for name in names),
             "",
         )
         lines += row(
             f"steps lost, saved every {SAVE_FREQ}",
-            *(spread([each.lost for each in found[name]], ".0f") for name in names),
+            *(spread([each.lost for each in by_fault[name]], ".0f") for name in names),
             "",
         )
     if recoveries:
@@ -533,23 +538,19 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = begin("recovery.py", argv, args.rounds)
     faults = ["worker"] if args.quick else list(FAULTS)
-    try:
-        found = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
-        large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
-        saved = (
-            save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
-            if "save" in args.parts
-            else {}
-        )
-    except (ProcessFailed, subprocess.TimeoutExpired) as failure:
-        print(f"recovery: {failure}", file=sys.stderr)
-        return 2
-    verdicts = judge(found, saved)
-    text = report(found, large, saved, verdicts, facts)
+    recoveries = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
+    large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
+    saved = (
+        save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
+        if "save" in args.parts
+        else {}
+    )
+    verdicts = judge(recoveries, saved)
+    text = report(recoveries, large, saved, verdicts, facts)
     figures = {
         "recoveries": {
             kind: {name: list(map(dataclasses.asdict, values)) for name, values in each.items()}
-            for kind, each in found.items()
+            for kind, each in recoveries.items()
         },
         "larger_models": {
             model: {kind: list(map(dataclasses.asdict, values)) for kind, values in each.items()}
@@ -557,8 +558,8 @@ def main(argv: list[str]) -> int:
         },
         "seconds_per_epoch": saved,
     }
-    return conclude(args, "recovery", text, {"about": facts, "bars": verdicts, **figures})
+    return conclude(args, "recovery", facts, verdicts, text, **figures)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

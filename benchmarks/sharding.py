@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -106,9 +106,9 @@ def measure(way: str, processes: int, args: argparse.Namespace) -> tuple[int, li
 def judge(results: dict) -> list[dict]:
     """Compare the figures with their bars."""
     verdicts = []
-    for (way, processes), found in results.items():
-        for kind, expected in theory(way, processes, found["weights"], found["layer"]).items():
-            off = found[kind] / expected - 1
+    for (way, processes), entry in results.items():
+        for kind, expected in theory(way, processes, entry["weights"], entry["layer"]).items():
+            off = entry[kind] / expected - 1
             verdicts.append(
                 {
                     "name": f"{way}, {processes} processes: {kind} bytes against theory",
@@ -118,10 +118,10 @@ def judge(results: dict) -> list[dict]:
                 }
             )
     plain = results.get(("data parallel", 2))
-    for (way, processes), found in results.items() if plain else ():
-        if found is plain:
+    for (way, processes), entry in results.items() if plain else ():
+        if entry is plain:
             continue
-        off = max(abs(a / b - 1) for a in found["losses"] for b in plain["losses"])
+        off = max(abs(a / b - 1) for a in entry["losses"] for b in plain["losses"])
         verdicts.append(
             {
                 "name": f"{way}, {processes} processes: loss against data parallel",
@@ -132,7 +132,7 @@ def judge(results: dict) -> list[dict]:
         )
         if processes == 2:
             ratio = statistics.median(
-                a / b for a, b in zip(found["seconds"], plain["seconds"], strict=True)
+                a / b for a, b in zip(entry["seconds"], plain["seconds"], strict=True)
             )
             verdicts.append(
                 {
@@ -144,13 +144,13 @@ def judge(results: dict) -> list[dict]:
             )
     if ("fsdp", 4) in results:
         for kind, bar in zip(("resident", "peak"), TO_BEAT, strict=True):
-            found = results["fsdp", 4][kind] / MIB
+            mebibytes = results["fsdp", 4][kind] / MIB
             verdicts.append(
                 {
                     "name": f"fsdp, 4 processes: {kind} MiB of the prototype",
                     "bar": bar,
-                    "found": found,
-                    "passed": found <= bar,
+                    "found": mebibytes,
+                    "passed": mebibytes <= bar,
                 }
             )
     return verdicts
@@ -195,12 +195,12 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
     lines += table(
         "", "processes", "MiB resident", "in theory", "MiB in a step", "in theory", "s/step"
     )
-    for (way, processes), found in results.items():
-        expected = theory(way, processes, found["weights"], found["layer"])
+    for (way, processes), entry in results.items():
+        expected = theory(way, processes, entry["weights"], entry["layer"])
         pairs = [
-            f"{each[kind] / MIB:.0f}" for kind in ("resident", "peak") for each in (found, expected)
+            f"{each[kind] / MIB:.0f}" for kind in ("resident", "peak") for each in (entry, expected)
         ]
-        lines += row(way, str(processes), *pairs, spread(found["seconds"], ".2f"))
+        lines += row(way, str(processes), *pairs, spread(entry["seconds"], ".2f"))
     lines += ["", *table("", "bar", "found", "")]
     for each in verdicts:
         lines += row(
@@ -241,45 +241,36 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = begin("sharding.py", argv, args.rounds, **ONE_THREAD)
     results: dict = {}
-    try:
-        for number in range(args.rounds):
-            for processes in args.processes:
-                for way in (
-                    CONTENDERS[processes] if number % 2 == 0 else CONTENDERS[processes][::-1]
-                ):
-                    if args.ways and way not in args.ways:
-                        continue
-                    weights, found = measure(way, processes, args)
-                    entry = results.setdefault(
-                        (way, processes),
-                        {
-                            "weights": weights,
-                            "layer": 32 * args.width**2,
-                            "seconds": [],
-                            "losses": [],
-                        },
-                    )
-                    entry["seconds"].append(max(each["seconds"] for each in found))
-                    for kind in ("resident", "peak"):
-                        entry[kind] = max(entry.get(kind, 0), *(each[kind] for each in found))
-                    entry["losses"].append(found[0]["loss"])
-                    print(
-                        f"{way}, {processes} processes, round {number + 1}: {entry}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-    except ProcessFailed as failure:
-        print(f"sharding: {failure}", file=sys.stderr)
-        return 2
+    for number in range(args.rounds):
+        for processes in args.processes:
+            for way in CONTENDERS[processes] if number % 2 == 0 else CONTENDERS[processes][::-1]:
+                if args.ways and way not in args.ways:
+                    continue
+                weights, figures = measure(way, processes, args)
+                entry = results.setdefault(
+                    (way, processes),
+                    {
+                        "weights": weights,
+                        "layer": 32 * args.width**2,
+                        "seconds": [],
+                        "losses": [],
+                    },
+                )
+                entry["seconds"].append(max(each["seconds"] for each in figures))
+                for kind in ("resident", "peak"):
+                    entry[kind] = max(entry.get(kind, 0), *(each[kind] for each in figures))
+                entry["losses"].append(figures[0]["loss"])
+                print(
+                    f"{way}, {processes} processes, round {number + 1}: {entry}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     facts["Parameters"] = f"{next(iter(results.values()))['weights'] // 4:,}"
     verdicts = judge(results)
-    document = {
-        "about": facts,
-        "bars": verdicts,
-        "results": [{"way": way, "processes": n, **found} for (way, n), found in results.items()],
-    }
-    return conclude(args, "sharding", report(results, verdicts, facts), document)
+    rows = [{"way": way, "processes": n, **entry} for (way, n), entry in results.items()]
+    text = report(results, verdicts, facts)
+    return conclude(args, "sharding", facts, verdicts, text, results=rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

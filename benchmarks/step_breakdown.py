@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, run_main
 from common.report import (
     add_options,
     begin,
@@ -79,9 +79,9 @@ def measure(
             for number in range(-1, rounds):  # the first one traces and compiles
                 for name in MEASURES if number % 2 == 0 else MEASURES[::-1]:
                     team.order(members, name, steps if number >= 0 else 3)
-                    found = max(team.answers(members, f"run {steps} steps of {name!r}")) / steps
+                    slowest = max(team.answers(members, f"run {steps} steps of {name!r}")) / steps
                     if number >= 0:
-                        seconds[name].append(found)
+                        seconds[name].append(slowest)
                 if number >= 0:
                     ratio = seconds["step_breakdown"][-1] / seconds["quiet"][-1]
                     print(
@@ -167,27 +167,19 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     facts = {**begin("step_breakdown.py", argv, args.rounds, **ONE_THREAD), "Starts": args.starts}
     results = {}
-    try:
-        for name in args.models:
-            model = MODELS[name]
-            for workers in (1, 2):
-                steps = int((args.steps or model.steps) * (ALONE if workers == 1 else 1))
-                title = f"{model.title}, {'one worker' if workers == 1 else 'two workers'}"
-                results[title] = [
-                    measure(model, workers, args.rounds, steps, args.cores, args.timeout)
-                    for _ in range(args.starts)
-                ]
-    except ProcessFailed as failure:
-        print(f"step_breakdown: {failure}", file=sys.stderr)
-        return 2
+    for name in args.models:
+        model = MODELS[name]
+        for workers in (1, 2):
+            steps = int((args.steps or model.steps) * (ALONE if workers == 1 else 1))
+            title = f"{model.title}, {'one worker' if workers == 1 else 'two workers'}"
+            results[title] = [
+                measure(model, workers, args.rounds, steps, args.cores, args.timeout)
+                for _ in range(args.starts)
+            ]
     verdicts = judge(results)
-    return conclude(
-        args,
-        "step_breakdown",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, "seconds": results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "step_breakdown", facts, verdicts, text, seconds=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

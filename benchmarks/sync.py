@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 
-from common.processes import Processes, ProcessFailed
+from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
@@ -47,14 +47,14 @@ EPOCHS = {"cnn": 20, "mlp": 40, "mlp50": 3}  # of the digits, before accuracies 
 SEEDS = 3
 TITLES = {
     "mean": "gradients, float32 (the default)",
-    "bfloat16": "gradients, bfloat16 on the wire",
-    "float16": "gradients, float16 on the wire",
+    "bfloat16": "gradients, `comm_dtype` bfloat16",
+    "float16": "gradients, `comm_dtype` float16",
     "accumulate": "gradients, one exchange for 4 steps",
     "local": f"local SGD, {EVERY} steps",
     "diloco": f"DiLoCo, {EVERY} steps",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
-    "zero2 bfloat16": "ZeRO-2, bfloat16 on the wire",
+    "zero2 bfloat16": "ZeRO-2, `comm_dtype` bfloat16",
     "power": f"PowerSGD, rank {RANK}, as a user's function",
     STOCK: "tf_keras `fit`, stock strategy",
 }
@@ -116,7 +116,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         logs = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sync-")))
         teams = {}
         for framework in frameworks:
-            teams[framework] = team = Team(framework, model, args.cores, logs, args.timeout)
+            team = Team(framework, model, args.cores, logs, args.timeout)
+            teams[framework] = team
             stack.callback(team.end)
         parameters = {team.ready() for team in teams.values()}
         if len(parameters) != 1:
@@ -129,14 +130,14 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         seeds = {v: SEEDS if v in compared and not args.quick else 1 for v in variants}
         accuracy = {}
         for variant in variants:  # the first training traces and compiles, too
-            found = [
+            accuracies = [
                 max(of[variant].ask("accuracy", variant, epochs, seed))
                 for seed in range(1, 1 + seeds[variant])
             ]
-            accuracy[variant] = statistics.mean(found)
+            accuracy[variant] = statistics.mean(accuracies)
             print(
                 f"{model.title}, {variant}: accuracies "
-                f"{', '.join(f'{each:.2%}' for each in found)}",
+                f"{', '.join(f'{each:.2%}' for each in accuracies)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -266,21 +267,14 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=EVERY)
-    args.cores, args.epochs = cores(parser), args.epochs or (1 if args.quick else None)
+    args.cores = cores(parser)
+    args.epochs = args.epochs or (1 if args.quick else None)
     facts = begin("sync.py", argv, args.rounds, **ONE_THREAD)
-    try:
-        results = {name: measure(name, args) for name in args.models}
-    except ProcessFailed as failure:
-        print(f"sync: {failure}", file=sys.stderr)
-        return 2
+    results = {name: measure(name, args) for name in args.models}
     verdicts = judge(results)
-    return conclude(
-        args,
-        "sync",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, "models": results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "sync", facts, verdicts, text, models=results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)

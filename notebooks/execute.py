@@ -93,7 +93,7 @@ def environment(directory: str) -> dict[str, str]:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Remove what differs between machines but tells nothing, in place.
+    """Remove output that differs between machines and is of no use, in place.
 
     This is TensorFlow's information lines, versions and times.
     """
@@ -135,7 +135,8 @@ if __name__ == "__main__":
     # The kernel is this Python, even if somebody has registered another one as python3, and does
     # not use this user's settings and history.
     with tempfile.TemporaryDirectory(prefix="tfdist-jupyter-") as data:
-        os.environ["JUPYTER_DATA_DIR"] = os.environ["IPYTHONDIR"] = data
+        os.environ["JUPYTER_DATA_DIR"] = data
+        os.environ["IPYTHONDIR"] = data
         os.environ.pop("JUPYTER_PATH", None)
         os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
         sys.exit(main())

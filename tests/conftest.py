@@ -66,7 +66,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(autouse=True)
 def garbage():
-    """Free what a test leaves behind when it ends.
+    """Free the objects that a test leaves behind when it ends.
 
     The end of a data set's iterator may wait, with Python's lock held, for the thread that tunes
     it: as long as the iterator lived, up to a minute. Freed young, it takes no time; what the next

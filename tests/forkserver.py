@@ -247,7 +247,7 @@ def environ_of(pid: int | str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Import what tests need, and serve until the caller is gone."""
+    """Import the packages that tests need, and serve until the caller ends."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
         importlib.import_module(name)
@@ -431,7 +431,7 @@ def _end(code: object, entry: pathlib.Path) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """Run what Python would run for these words."""
+    """Run what Python would run for these arguments."""
     if words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]
         module = types.ModuleType("__main__")

@@ -82,12 +82,12 @@ class Launch:
     def living(self, tasks=False):
         """Return process ids of launcher, guardian, tasks and children; or of tasks only."""
         name, _, value = self.mark.partition("=")
-        found = []
+        pids = []
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
             environ = environ_of(entry.name)
             if environ.get(name) == value and (not tasks or "TFDIST_TASK" in environ):
-                found.append(int(entry.name))
-        return found
+                pids.append(int(entry.name))
+        return pids
 
     def pid_of(self, task):
         """Return the process id of a task."""

@@ -62,7 +62,7 @@ class Network:
         return f"10.77.0.{host}"
 
     def prefix(self, host: int) -> list[str]:
-        """Return the words in front of a command that is to run on a host."""
+        """Return the arguments that precede a command to run it on a host."""
         return self._enter(host)
 
     def cut(self, host: int) -> float:

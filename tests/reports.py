@@ -86,7 +86,7 @@ def write_run(
     for rank in range(workers):
         (directory / f"worker-{rank}").mkdir()
         for number, step in enumerate([*range(8, 41, 8), *range(32, 97, 8)]):
-            parts = {part: 0.01 * (place + 1 + 0.1 * rank) for place, part in enumerate(PARTS)}
+            parts = {part: 0.01 * (index + 1 + 0.1 * rank) for index, part in enumerate(PARTS)}
             when = BEGUN + 10 + number
             window = Window(
                 rank,
@@ -253,8 +253,8 @@ class Page(html.parser.HTMLParser):
         return sum(tag == "svg" for tag, _ in self.tags)
 
     def outside(self) -> list[str]:
-        """Return what a browser would fetch from elsewhere, or run."""
-        found = [
+        """Return references that a browser would fetch from elsewhere, or run."""
+        references = [
             f"<{tag}>"
             for tag, _ in self.tags
             if tag
@@ -272,18 +272,16 @@ class Page(html.parser.HTMLParser):
             )
         ]
         for tag, attributes in self.tags:
-            found += [f"<{tag} {name}>" for name in attributes if name.startswith("on")]
-            places = [
+            references += [f"<{tag} {name}>" for name in attributes if name.startswith("on")]
+            urls = [
                 attributes.get(name)
                 for name in ("src", "href", "xlink:href", "srcset", "data", "action")
             ]
-            found += [place for place in places if place and not place.startswith(("#", "data:,"))]
-        found += [
-            place
-            for place in re.findall(r"url\(([^)]*)\)", self.source)
-            if not place.startswith("#")
+            references += [url for url in urls if url and not url.startswith(("#", "data:,"))]
+        references += [
+            url for url in re.findall(r"url\(([^)]*)\)", self.source) if not url.startswith("#")
         ]
-        return found + re.findall(r"@import[^;]*", self.source)
+        return references + re.findall(r"@import[^;]*", self.source)
 
 
 def browse(directory: pathlib.Path, address: str, width: int, *flags: str) -> tuple[str, str]:

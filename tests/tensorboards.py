@@ -94,9 +94,9 @@ def serving(logdir: pathlib.Path, scratch: pathlib.Path, runs: int = 1) -> Itera
         ]
         members.start("tensorboard", [PYTHON, "-m", "tensorboard.main", *words])
         members.says("tensorboard", r"at http://127\.0\.0\.1:\d+/", TIMEOUT_S)
-        found = re.search(r"at (http://127\.0\.0\.1:\d+)/", members.log("tensorboard"))
-        assert found
-        server = Server(found[1])
+        match = re.search(r"at (http://127\.0\.0\.1:\d+)/", members.log("tensorboard"))
+        assert match
+        server = Server(match[1])
         end = time.monotonic() + TIMEOUT_S
         while len(server.json("runs")) < runs:
             assert time.monotonic() < end, f"{server.json('runs')}\n{members.logs()}"

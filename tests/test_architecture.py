@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -42,11 +43,11 @@ OUTSIDE = {"tests", "configs", "examples", "benchmarks"}
 
 def files(*packages: str, without: Iterable[str] = ()) -> list[pathlib.Path]:
     """Return the package's files: of these packages, if any are named, and not of those."""
-    found = sorted(PACKAGE.rglob("*.py"))
-    assert found
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert paths
     return [
         path
-        for path in found
+        for path in paths
         if package(path) not in without and (not packages or package(path) in packages)
     ]
 
@@ -64,7 +65,7 @@ def nodes(path: pathlib.Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))))
 
 
-def place(path: pathlib.Path, node: ast.AST) -> str:
+def location(path: pathlib.Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -83,7 +84,7 @@ def imports(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{place(path, node)}: a relative import; write it out"
+            assert node.level == 0, f"{location(path, node)}: a relative import; write it out"
             yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
 
@@ -94,7 +95,7 @@ def names(path: pathlib.Path) -> Iterator[tuple[ast.AST, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a name with its attributes as text; "" for what does not begin with a name."""
+    """Return a name with its attributes as text; "" for other expressions."""
     if isinstance(node, ast.Attribute):
         head = dotted(node.value)
         return head and f"{head}.{node.attr}"
@@ -126,7 +127,7 @@ def allowed(own: str) -> set[str]:
     return set()
 
 
-def test_every_package_has_a_place():
+def test_every_package_has_a_level():
     planned = set().union(*(members for level in LEVELS for members in level))
     assert {package(path) for path in files()} == planned | ENTRY_POINTS | {"launch"}
 
@@ -153,7 +154,7 @@ def test_unit_tests_mirror_the_package():
 
 def test_a_package_imports_only_lower_levels():
     none(
-        f"{place(path, node)}: {package(path)} imports {name}"
+        f"{location(path, node)}: {package(path)} imports {name}"
         for path in files(without={"__init__"})  # it lists the public names for type checkers
         for node, name in packages_used(path)
         if name not in allowed(package(path))
@@ -169,7 +170,7 @@ def test_commands_and_public_names_exist():
 
 def test_frameworks_stay_in_their_packages():
     none(
-        f"{place(path, node)}: imports {name}"
+        f"{location(path, node)}: imports {name}"
         for path in files(*WITHOUT_FRAMEWORKS)
         for node, name in imports(path)
         if name.split(".")[0] in FRAMEWORKS
@@ -199,7 +200,7 @@ def test_entry_points_load_no_framework(code):
 def test_the_environment_is_read_where_clusters_are_found():
     banned = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files(without=SEES_ENVIRON)
         for node, name in names(path)
         if name in banned
@@ -208,7 +209,7 @@ def test_the_environment_is_read_where_clusters_are_found():
 
 def test_private_names_of_frameworks_are_hooks():
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files(without=SEES_PRIVATE_NAMES)
         for node, name in names(path)
         if _private(name)
@@ -218,7 +219,7 @@ def test_private_names_of_frameworks_are_hooks():
 def test_private_attributes_are_our_own():
     """An attribute with a leading underscore that nothing in its file defines is foreign."""
     none(
-        f"{place(path, node)}: .{node.attr}"
+        f"{location(path, node)}: .{node.attr}"
         for path in files(without=SEES_PRIVATE_NAMES)
         for own in [set(_defined(path))]
         for node in nodes(path)
@@ -252,9 +253,9 @@ def _defined(path: pathlib.Path) -> Iterator[str]:
             yield node.attr
 
 
-def test_data_and_backup_know_no_strategy():
+def test_data_and_backup_import_no_strategy():
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files("data", "backup")
         for node, name in names(path)
         if "tf.distribute" in name
@@ -263,19 +264,114 @@ def test_data_and_backup_know_no_strategy():
 
 def test_the_package_stands_alone():
     none(
-        f"{place(path, node)}: {name}"
+        f"{location(path, node)}: {name}"
         for path in files()
         for node, name in imports(path)
         if name.split(".")[0] in OUTSIDE
     )
 
 
+def first_line(path: pathlib.Path) -> str:
+    """Return the first line of a file's docstring; "" if it has none."""
+    return (ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]
+
+
 def test_every_file_begins_with_a_sentence():
     for path in files():
-        header = (ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]
+        header = first_line(path)
         assert header.endswith(".") or not path.read_text(encoding="utf-8"), (
             f"{path.relative_to(ROOT)}: its first line says in a sentence what it does"
         )
+
+
+def docstrings(path: pathlib.Path) -> Iterator[tuple[str, list[str]]]:
+    """Return the place and the lines of each docstring of a file."""
+    for node in nodes(path):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                name = getattr(node, "name", "")
+                yield f"{path.relative_to(ROOT)}: {name}", text.splitlines()
+
+
+def entries(lines: list[str], *sections: str) -> Iterator[str]:
+    """Return the first lines of the entries in some sections of a docstring."""
+    section = ""
+    for line in lines:
+        if line and not line.startswith(" "):
+            section = line
+        elif section in sections and re.match(r"    [\w*][\w.*, ]*: ", line):
+            yield line.strip()
+
+
+def test_summaries_are_short():
+    none(
+        f"{where}: {lines[0]}"
+        for path in files()
+        for where, lines in docstrings(path)
+        if len(lines[0]) > 88
+    )
+
+
+def test_arguments_are_described_by_nouns():
+    none(
+        f"{where}: {entry}"
+        for path in files()
+        for where, lines in docstrings(path)
+        for entry in entries(lines, "Args:", "Attributes:")
+        if re.match(r"[\w*, ]+: (What|Where|For|As|By|How) ", entry)
+    )
+
+
+def test_errors_are_described_by_their_conditions():
+    """SystemExit is described by its codes instead."""
+    none(
+        f"{where}: {entry}"
+        for path in files()
+        for where, lines in docstrings(path)
+        for entry in entries(lines, "Raises:")
+        if not entry.startswith("SystemExit: ") and ": If " not in entry
+    )
+
+
+# A newcomer finds the module of a term in the first line of its docstring.
+TERMS = (
+    ("heartbeat", ("train/health/heartbeat.py",)),
+    ("barrier", ("cluster/preflight.py",)),
+    ("straggler", ("train/timing/step_breakdown.py",)),
+    ("watchdog", ("train/health/watchdog.py",)),
+    ("all-gather", ("parallel/collectives/group.py", "parallel/sharding/all_gather.py")),
+    ("gradient clipping", ("train/synchronous/gradient_aggregation.py",)),
+    ("shuffling", ("data/order.py",)),
+    ("metric reduction", ("train/synchronous/replica_state.py",)),
+    ("checkpoint", ("backup/snapshot.py",)),
+    ("snapshot format", ("backup/snapshot.py",)),
+    ("restart backoff", ("launch/policy.py",)),
+    ("elastic membership", ("launch/membership.py",)),
+    ("TF_CONFIG", ("cluster/spec.py",)),
+    ("Ctrl-C", ("runtime/command.py",)),
+    ("bucket", ("parallel/collectives/bucketing.py",)),
+)
+
+
+@pytest.mark.parametrize(("term", "homes"), TERMS, ids=[term for term, _ in TERMS])
+def test_a_term_leads_to_its_module(term, homes):
+    """Of all modules whose first line has the term, its own is among the first two."""
+    having = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in files()
+        if term.lower() in first_line(path).lower()
+    ]
+    assert set(homes) & set(having[:2]), having
+
+
+# Modules of one name do the same job in their packages.
+SAME_JOB = {"flags", "main", "predict", "probe", "processes", "rendering", "settings"}
+
+
+def test_a_name_of_several_modules_stands_for_one_job():
+    stems = [path.stem for path in files() if path.stem != "__init__"]
+    assert {stem for stem in stems if stems.count(stem) > 1} == SAME_JOB
 
 
 def module(path: pathlib.Path) -> str:
@@ -303,9 +399,9 @@ def _imported(path: pathlib.Path, modules: Collection[str]) -> Iterator[str]:
     }
     for node, name in imports(path):
         if id(node) not in for_checkers:
-            found = name if name in modules else name.rpartition(".")[0]
-            if found in modules and found != module(path):
-                yield found
+            imported = name if name in modules else name.rpartition(".")[0]
+            if imported in modules and imported != module(path):
+                yield imported
 
 
 def test_every_module_is_on_the_architecture_page():
@@ -314,7 +410,6 @@ def test_every_module_is_on_the_architecture_page():
         f"docs/architecture.md lacks the line: {line}"
         for path in files()
         if path.name not in ("__init__.py", "__main__.py")
-        for summary in [(ast.get_docstring(nodes(path)[0]) or "").partition("\n")[0]]
-        for line in [f"| `{path.relative_to(PACKAGE).as_posix()}` | {summary} |"]
+        for line in [f"| `{path.relative_to(PACKAGE).as_posix()}` | {first_line(path)} |"]
         if line not in page
     )

@@ -18,7 +18,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     dead = []
     for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if re.match(r"\w+:", link):

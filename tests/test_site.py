@@ -72,7 +72,7 @@ def external(link):
     return bool(urllib.parse.urlsplit(link).scheme or urllib.parse.urlsplit(link).netloc)
 
 
-def test_every_link_leads_somewhere(site, pages):
+def test_every_link_has_a_target(site, pages):
     dead = []
     for path, page in pages.items():
         if path.name == "404.html":
@@ -120,7 +120,7 @@ def test_every_public_name_is_in_the_reference(pages):
         assert any(anchor.startswith(f"tfdist.{module}.") for anchor in anchors), module
 
 
-def test_each_kind_of_page_is_there(site):
+def test_site_has_each_kind_of_page(site):
     for page in ("index", "notebooks/quickstart", "benchmarks/reports/sync", "CONTRIBUTING"):
         assert (site / f"{page}.html").is_file()
     assert "usage: tfdist launch" in (site / "api" / "commands.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Command-line interface `tfdist COMMAND`, which imports only the module of the command."""
+"""Entry point of `tfdist COMMAND`: imports only the module of the command."""
 
 from __future__ import annotations
 

@@ -189,6 +189,9 @@ def transformer(
 
     Returns:
         The model, from `[batch, *input_shape]` to `[batch, classes]`.
+
+    Raises:
+        ValueError: If `input_shape` and `vocabulary` do not fit together.
     """
     if (vocabulary is None) == (len(input_shape) == 1):
         raise ValueError(

@@ -23,10 +23,9 @@ CLASSES = 32
 VERSION = 1  # of what the files hold
 _PLANE = 1024
 _PLANES = 4
-_LUMA, _CHROMA = (
-    (1.3, 50.0),
-    (1.6, 20.0),
-)  # how fast the amplitude falls with the frequency, and the contrast
+# How fast the amplitude falls with the frequency, and the contrast.
+_LUMA = (1.3, 50.0)
+_CHROMA = (1.6, 20.0)
 
 
 def folder(count: int, processes: int) -> pathlib.Path:

@@ -59,7 +59,7 @@ def _tf_data(job: Job) -> dict:
 
 
 def _resume(job: Job) -> dict:
-    """Return the seconds to an epoch's last batch, with a new and with an existing pipeline."""
+    """Return the seconds to an epoch's last batch, with a new and an existing data pipeline."""
     next(iter(_numbers(10 * BATCH)))
     begin = time.perf_counter()
     batches = _numbers(job.examples)
@@ -68,14 +68,14 @@ def _resume(job: Job) -> dict:
     iterator = iter(batches.of_epoch(0, last))
     batch = next(iterator)
     end = time.perf_counter()
-    wanted = job.examples - last * BATCH
+    last_examples = job.examples - last * BATCH
     if (
-        batch.shape[0] != wanted
+        batch.shape[0] != last_examples
         or next(iterator, None) is not None
         or (batch.numpy() != batches.order.batch(0, last).numpy()).any()
     ):
         raise ValueError(
-            f"expected the last batch of {wanted} examples, and no other; received {batch}"
+            f"expected the last batch of {last_examples} examples, and no other; received {batch}"
         )
     return {"all": end - begin, "iterator": end - built}
 
@@ -84,7 +84,7 @@ MEASURES = {"tfdist": _tfdist, "tf_data": _tf_data, "resume": _resume}
 
 
 def _numbers(examples: int):
-    """Return a pipeline of tfdist whose examples are their own numbers."""
+    """Return a data pipeline of tfdist whose examples are their own numbers."""
     import tensorflow as tf
 
     from tfdist.data import Source, pipeline

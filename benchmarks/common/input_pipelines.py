@@ -1,8 +1,8 @@
-"""Make batches of augmented images from a folder of JPEG files, by one pipeline, and time them.
+"""Make batches of augmented images from a folder of JPEG files, by one data pipeline, timed.
 
 Nothing is trained.
 
-All pipelines give batches `[64, 224, 224, 3]` of float32 in [0, 1] (PyTorch's `[64, 3, 224, 224]`)
+All of them give batches `[64, 224, 224, 3]` of float32 in [0, 1] (PyTorch's `[64, 3, 224, 224]`)
 and their labels, in an order that is shuffled among all files. Frameworks are imported only in the
 process that uses them.
 """
@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterable
 
 BATCH = 64
 SIDE = 224
-AREA, ASPECT = (
-    (0.08, 1.0),
-    (3 / 4, 4 / 3),
-)  # of the random crop, as torchvision and TensorFlow's ImageNet examples have it
+# Of the random crop, as torchvision and TensorFlow's ImageNet examples have it.
+AREA = (0.08, 1.0)
+ASPECT = (3 / 4, 4 / 3)
 KERAS_SIDE = 256  # what Keras' utility resizes to, before the random crop
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Describe a process: a pipeline of `PIPELINES`, its folder, and the cores that it may use."""
+    """Describe a process: a key of `PIPELINES`, its folder, and the cores that it may use."""
 
     pipeline: str
     directory: pathlib.Path
@@ -35,7 +34,7 @@ class Job:
 
 
 def serve(job: Job) -> tuple[None, Callable[[int, int], dict]]:
-    """Build a pipeline, and return a function that carries out an order.
+    """Build a data pipeline, and return a function that carries out an order.
 
     The function takes the number of untimed batches, and that of the timed ones after them.
 
@@ -216,7 +215,7 @@ PIPELINES = {"tfdist": _tfdist, "tf_data": _tf_data, "keras": _keras, "torch": _
 
 
 def _check(batch) -> None:
-    """Check that a pipeline's batches have the shapes and types of the others'."""
+    """Check that a data pipeline's batches have the shapes and types of the others'."""
     images, labels = batch
     shape = tuple(images.shape)
     if shape not in ((BATCH, SIDE, SIDE, 3), (BATCH, 3, SIDE, SIDE)) or tuple(labels.shape) != (

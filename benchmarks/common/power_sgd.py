@@ -25,7 +25,7 @@ class PowerSGD:
         self._rank = rank
         self._state: dict[
             int, tuple[tf.Variable, tf.Variable]
-        ] = {}  # place of a gradient -> what was left out, and the second thin matrix
+        ] = {}  # index of a gradient -> what was left out, and the second thin matrix
 
     def __call__(self, gradients: list) -> list:
         """Return the sums of gradients over the replicas; those of matrices are approximate."""
@@ -61,16 +61,16 @@ class PowerSGD:
         columns = shape[-1]
         return self._rank * (rows + columns) < rows * columns / 2
 
-    def _of(self, place: int, shape: tf.TensorShape) -> tuple[tf.Variable, tf.Variable]:
-        if place not in self._state:
+    def _of(self, index: int, shape: tf.TensorShape) -> tuple[tf.Variable, tf.Variable]:
+        if index not in self._state:
             rows = shape.num_elements() // shape[-1]
             columns = shape[-1]
             with tf.init_scope():
                 right = tf.random.stateless_normal(
-                    [columns, self._rank], [place, 1]
+                    [columns, self._rank], [index, 1]
                 )  # equal on all replicas
-                self._state[place] = tf.Variable(tf.zeros([rows, columns])), tf.Variable(right)
-        return self._state[place]
+                self._state[index] = tf.Variable(tf.zeros([rows, columns])), tf.Variable(right)
+        return self._state[index]
 
 
 def _sum(group, tensors: list, name: str) -> list:

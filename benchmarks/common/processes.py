@@ -10,11 +10,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 
 class ProcessFailed(RuntimeError):
@@ -125,6 +126,15 @@ class Processes:
             if log.exists()
         ]
         return ProcessFailed("\n".join([f"{self.name}, asked to {task}: {reason}", *outputs]))
+
+
+def run_main(main: Callable[[list[str]], int]) -> NoReturn:
+    """Exit with the code of a benchmark's `main`, or with 2 and a message if a process failed."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ProcessFailed as failure:
+        print(f"{pathlib.Path(sys.argv[0]).stem}: {failure}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _run(

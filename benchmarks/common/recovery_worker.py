@@ -66,7 +66,8 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
 
     def measure(save_freq: str, epochs: int) -> tuple[float, float]:
         nonlocal fits
-        clock, fits = Clock(), fits + 1
+        fits += 1
+        clock = Clock()
         where = os.path.join(job.directory, f"backup-{fits}")
         backups = (
             []
@@ -78,7 +79,8 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
             ]
         )
         model.fit(batches, epochs=epochs + 1, verbose=0, callbacks=[clock, *backups])
-        (begin, cpu_before), (end, cpu) = clock.ends[0], clock.ends[-1]
+        begin, cpu_before = clock.ends[0]
+        end, cpu = clock.ends[-1]
         return (end - begin) / epochs, (cpu - cpu_before) / epochs
 
     return model.count_params(), measure
@@ -88,10 +90,10 @@ def main(
     directory: str, save_freq: str, epochs: str, standbys: str, model_name: str = "cnn"
 ) -> None:
     """Train as a task of a launch, with a line in its journal at each stage."""
-    told = Launched.from_environ()
+    launched = Launched.from_environ()
 
     def reached(stage: str) -> None:
-        note(told.log_dir, stage, task=told.task, attempt=told.attempt)
+        note(launched.log_dir, stage, task=launched.task, attempt=launched.attempt)
 
     reached("started")
     import keras  # noqa: F401
@@ -103,11 +105,11 @@ def main(
 
     check = preflight.check
 
-    def met(*args, **kwargs) -> None:
+    def check_and_note(*args, **kwargs) -> None:
         check(*args, **kwargs)
-        reached("met")
+        reached("preflight")
 
-    preflight.check = met
+    preflight.check = check_and_note
     strategy = tfdist.make_strategy("auto")
     reached("joined")
     model, batches = _built(strategy) if model_name == "cnn" else _large(strategy, model_name)
@@ -117,7 +119,7 @@ def main(
         batches,
         epochs=int(epochs),
         verbose=0,
-        callbacks=[backup, _waiting(told.log_dir, int(standbys))],
+        callbacks=[backup, _waiting(launched.log_dir, int(standbys))],
     )
 
 
@@ -163,9 +165,10 @@ def _waiting(log_dir: str, standbys: int):
         return len({line["pid"] for line in lines if line["what"] == "ready"} - gone)
 
     def stepping() -> bool:
-        told = Launched.from_environ()
+        launched = Launched.from_environ()
+        this_task = (launched.attempt, launched.task)
         lines = [line for line in read_journal(log_dir) if line["event"] == "stepping"]
-        return any(line["attempt"] == told.attempt and line["task"] == told.task for line in lines)
+        return any((line["attempt"], line["task"]) == this_task for line in lines)
 
     class Waiting(keras.callbacks.Callback):
         waited = not standbys
@@ -184,7 +187,7 @@ def _waiting(log_dir: str, standbys: int):
 
 
 def _built(strategy):
-    """Return the model and the pipeline that the config file describes."""
+    """Return the model and the data pipeline that the config file describes."""
     import keras
 
     from tfdist import models

@@ -121,12 +121,23 @@ def cores(parser: argparse.ArgumentParser) -> list[int]:
     return usable[:2]
 
 
-def conclude(args: argparse.Namespace, name: str, text: str, document: dict) -> int:
-    """Print and write a report; return exit code 1 if a bar was missed, but not in a smoke run."""
+def conclude(
+    args: argparse.Namespace, name: str, facts: dict, verdicts: list[dict], text: str, **figures
+) -> int:
+    """Print and write a report; return exit code 1 if a bar was missed, but not in a smoke run.
+
+    Args:
+        args: Arguments of the command line.
+        name: Name of the report's files.
+        facts: Facts that `begin` returned.
+        verdicts: A dictionary for each bar; "passed" is None if it was not measured.
+        text: The report as Markdown.
+        **figures: Figures of the report as JSON, besides facts and verdicts.
+    """
     print(text)
     if args.out:
-        _write(args.out, name, text, document)
-    return int(not args.quick and any(v["passed"] is False for v in document["bars"]))
+        _write(args.out, name, text, {"about": facts, "bars": verdicts, **figures})
+    return int(not args.quick and any(each["passed"] is False for each in verdicts))
 
 
 def positive(text: str) -> int:
@@ -139,7 +150,7 @@ def positive(text: str) -> int:
 
 def _versions() -> str:
     packages = ("tfdist", "tensorflow", "keras", "tf_keras", "torch", "numpy")
-    found = [
+    installed = [
         f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)
     ]
-    return ", ".join([f"Python {platform.python_version()}", *found])
+    return ", ".join([f"Python {platform.python_version()}", *installed])

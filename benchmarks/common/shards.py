@@ -64,7 +64,7 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
             )
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
-    class Watch(keras.callbacks.Callback):
+    class StepRecorder(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 1:
                 self.resident = min(_held(tf) for _ in range(10))
@@ -78,15 +78,15 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         rng = np.random.default_rng(0)
         x = rng.normal(size=(job.batch * (steps + 1), job.width)).astype("float32")
         y = rng.integers(0, CLASSES, len(x))
-        watch = Watch()
+        recorder = StepRecorder()
         losses = model.fit(
-            x, y, batch_size=job.batch, shuffle=False, verbose=0, callbacks=[watch]
+            x, y, batch_size=job.batch, shuffle=False, verbose=0, callbacks=[recorder]
         ).history["loss"]
         peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
         return {
-            "resident": watch.resident,
+            "resident": recorder.resident,
             "peak": peak,
-            "seconds": min(watch.seconds[1:]),
+            "seconds": min(recorder.seconds[1:]),
             "loss": losses[-1],
         }
 

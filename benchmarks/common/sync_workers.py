@@ -163,10 +163,10 @@ def _digits() -> tuple:
     """
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    large = np.kron(found.images.astype(np.float32) / 16, np.ones((3, 3), np.float32))
+    digits = load_digits()
+    large = np.kron(digits.images.astype(np.float32) / 16, np.ones((3, 3), np.float32))
     images = np.pad(large, [(0, 0), (2, 2), (2, 2)])[..., None]
-    return (images[:SPLIT], found.target[:SPLIT]), (images[SPLIT:], found.target[SPLIT:])
+    return (images[:SPLIT], digits.target[:SPLIT]), (images[SPLIT:], digits.target[SPLIT:])
 
 
 def _repeated(images, labels, job: Job):

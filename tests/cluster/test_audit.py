@@ -114,14 +114,14 @@ def test_the_first_wrong_example_is_named(members, directory):
         members, directory, f"--pipeline={SCRIPT}:defective", "--workers=2", "--epochs=2"
     )
     assert code == 1, log
-    found = re.search(
+    match = re.search(
         r"audit failed: epoch 1, step 2, row 5, worker 1: expected example (\d+); received "
         r"example (\d+), which worker 0 had in "
         r"step 2, row 0\.\n  example \1 is row \1 of an array\n  example \2 is row \2 of an "
         r"array\n",
         log,
     )
-    assert found, log
+    assert match, log
     assert all_gone(log)
 
 
@@ -191,7 +191,7 @@ def test_workers_end_with_the_audit(members, directory, number):
         (["--pipeline=train.py"], 78, "--pipeline=train.py: expected FILE.py:FUNCTION"),
     ],
 )
-def test_mistakes_are_named_before_a_worker_starts(capfd, monkeypatch, flags, code, message):
+def test_wrong_arguments_are_named_before_a_worker_starts(capfd, monkeypatch, flags, code, message):
     from tfdist.tools.audit.main import main
 
     monkeypatch.chdir(ROOT)

@@ -68,9 +68,9 @@ def test_scaling_of_workers_beside_a_setup_that_fails(tmp_path):
         "--steps=6",
     )
     assert code == 1, err
-    found = read(tmp_path / "runs" / "bench-tiny")
-    alone, *failed, strong, weak = found.setups
-    assert [setup.global_batch for setup in found.setups] == [8, 8, 16, 8, 16]
+    results = read(tmp_path / "runs" / "bench-tiny")
+    alone, *failed, strong, weak = results.setups
+    assert [setup.global_batch for setup in results.setups] == [8, 8, 16, 8, 16]
     assert all("tiny.py has no room for a central storage" in setup.error for setup in failed)
     assert out.count("FAILED: central_storage with 2 replicas") == 1
     assert (
@@ -109,21 +109,21 @@ def test_inference_over_batches_and_devices(tmp_path):
         "--json",
     )
     assert code == 0, err
-    found = read(tmp_path / "here")
+    results = read(tmp_path / "here")
     assert json.loads(out) == json.loads((tmp_path / "here" / "bench.json").read_text())
-    assert [(setup.replicas, setup.global_batch) for setup in found.setups] == [
+    assert [(setup.replicas, setup.global_batch) for setup in results.setups] == [
         (1, 2),
         (1, 30),
         (2, 2),
         (2, 30),
     ]
-    for setup in found.setups:
+    for setup in results.setups:
         assert setup.error is None
         assert [
             rate * seconds for rate, seconds in zip(setup.rates, setup.seconds, strict=True)
         ] == pytest.approx([setup.global_batch] * 2)
         assert setup.speedup is not None
-    assert len(found.notes) == 1
+    assert len(results.notes) == 1
 
 
 def test_all_reduces_between_workers_and_between_devices(tmp_path):
@@ -137,14 +137,14 @@ def test_all_reduces_between_workers_and_between_devices(tmp_path):
         "--communication=ring",
     )
     assert code == 0, err
-    found = read(tmp_path / "runs" / "bench-allreduce")
-    assert [(setup.strategy, setup.workers, setup.bytes) for setup in found.setups] == [
+    results = read(tmp_path / "runs" / "bench-allreduce")
+    assert [(setup.strategy, setup.workers, setup.bytes) for setup in results.setups] == [
         ("mirrored", 1, 4),
         ("mirrored", 1, 65536),
         ("multi_worker_mirrored", 2, 4),
         ("multi_worker_mirrored", 2, 65536),
     ]
-    for setup in found.setups:
+    for setup in results.setups:
         assert setup.error is None
         assert (
             setup.algorithm_bandwidth == setup.bus_bandwidth == setup.bytes / setup.step

@@ -1,4 +1,4 @@
-"""Test data workers as processes: their order, jobs without them, and what they leave behind."""
+"""Test data workers as processes: their order, jobs without them, and their cleanup."""
 
 import json
 import os
@@ -30,13 +30,13 @@ def data_workers(tmp_path_factory):
     """Start two data workers; yield their process ids by address."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     with group(tmp_path_factory.mktemp("data")) as members:
-        found = {
+        pids = {
             a: members.start(f"data-{i}", [PYTHON, "-m", "tfdist.data.service", a]).pid
             for i, a in enumerate(addresses)
         }
         for i in range(len(addresses)):
             members.says(f"data-{i}", "serves at", TIMEOUT_S)
-        yield found
+        yield pids
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def launch(tmp_path):
 
 # --- Order ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2)])
-def test_each_worker_gets_what_it_gets_without_data_workers(
+def test_each_worker_gets_the_same_batches_as_without_data_workers(
     workers, count, directory, data_workers
 ):
     for worker in range(workers):
@@ -70,8 +70,8 @@ def test_a_launch_of_two_workers_and_two_data_workers(launch, directory):
     assert code == 0, err
     assert "worker:0, worker:1, data:0, data:1 on this host" in err
     for worker in range(2):
-        found = json.loads((launch.directory / f"worker:{worker}.json").read_text())
-        assert found == [
+        batches = json.loads((launch.directory / f"worker:{worker}.json").read_text())
+        assert batches == [
             served.read(kind(directory, None), worker, 2)
             for kind in (served.by_number, served.by_file)
         ]

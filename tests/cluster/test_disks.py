@@ -21,13 +21,13 @@ TIMEOUT_S = 200  # for all trainings: some six on an idle machine
 def disks(tmp_path_factory):
     """Return the result of each training, by the name of its disk."""
     root = tmp_path_factory.mktemp("disks")
-    place = root / "disk"
+    mount_point = root / "disk"
     out = root / "out.json"
-    place.mkdir()
+    mount_point.mkdir()
     if not shutil.which("unshare"):
         pytest.skip("a disk of the test's own needs the program unshare")
     trial = subprocess.run(
-        [*PRIVATE, "mount", "-t", "tmpfs", "none", str(place)],
+        [*PRIVATE, "mount", "-t", "tmpfs", "none", str(mount_point)],
         capture_output=True,
         text=True,
         timeout=20,
@@ -36,14 +36,14 @@ def disks(tmp_path_factory):
         pytest.skip(f"a mount namespace is refused here: {trial.stderr.strip()}")
     with group(root) as members:
         members.start(
-            "disks", [*PRIVATE, PYTHON, SCRIPT, str(place), str(out)], PYTHONPATH=str(ROOT)
+            "disks", [*PRIVATE, PYTHON, SCRIPT, str(mount_point), str(out)], PYTHONPATH=str(ROOT)
         )
         members.succeed(TIMEOUT_S)
     return json.loads(out.read_text())
 
 
-def parts(found):
-    return [name for name in found["files"] or [] if name.endswith(".part")]
+def parts(result):
+    return [name for name in result["files"] or [] if name.endswith(".part")]
 
 
 def test_full_disk_ends_training_and_keeps_earlier_snapshots(disks):
@@ -81,11 +81,11 @@ def test_training_resumes_once_there_is_room_again(disks):
     ],
 )
 def test_no_step_runs_where_nothing_can_be_saved(disk, file, why, disks):
-    found = disks[disk]
-    kind, text = found["error"]
+    result = disks[disk]
+    kind, text = result["error"]
     assert kind == "OSError"
     assert f"{file}: cannot be written" in text
     assert why in text
     assert "Expected a writable directory with free space." in text
-    assert found["iterations"] == 0
-    assert not parts(found)
+    assert result["iterations"] == 0
+    assert not parts(result)

@@ -26,11 +26,11 @@ TIMEOUT_S = 180  # for one block; each takes some ten
 
 
 def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
-    """Return (words after the language, text) of a page's blocks of code."""
+    """Return (text after the language, text) of a page's blocks of code."""
     return [
         (words, text)
-        for found, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
-        if found == language
+        for block_language, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
+        if block_language == language
     ]
 
 
@@ -99,7 +99,7 @@ def test_every_command_is_marked():
                 )
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     for page in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"

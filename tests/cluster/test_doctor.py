@@ -86,25 +86,25 @@ def ask(members, file, task, *words, timeout=20, name="asker", **options):
 
 def test_two_hosts_that_fit(members, tmp_path):
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
-    place = str(tmp_path / "shared")
-    serve(members, file, "worker:1", "--place", place)
-    assert ask(members, file, "worker:0", "--place", place) == (0, {})
-    assert ask(members, file, "worker:0", "--place", place, name="again") == (
+    shared = str(tmp_path / "shared")
+    serve(members, file, "worker:1", "--directory", shared)
+    assert ask(members, file, "worker:0", "--directory", shared) == (0, {})
+    assert ask(members, file, "worker:0", "--directory", shared, name="again") == (
         0,
         {},
     )  # a server stays
-    assert not os.path.exists(place)
+    assert not os.path.exists(shared)
     members.processes["worker:1"].terminate()
     assert members.processes["worker:1"].wait(TIMEOUT_S) == 143
 
 
-def test_a_host_that_does_not_come(members, tmp_path):
+def test_absent_host_is_named(members, tmp_path):
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=3))
     serve(members, file, "worker:1")
-    code, found = ask(members, file, "worker:0", timeout=1)
+    code, faults = ask(members, file, "worker:0", timeout=1)
     assert code == 1
-    assert "s, 1 of 3 tasks are absent: worker:2 at 127.0.0.1:" in found["reach"]
-    assert "worker:1" not in found["reach"]
+    assert "s, 1 of 3 tasks are absent: worker:2 at 127.0.0.1:" in faults["reach"]
+    assert "worker:1" not in faults["reach"]
 
 
 def test_hosts_with_faults_of_their_own(members, tmp_path):
@@ -117,28 +117,36 @@ def test_hosts_with_faults_of_their_own(members, tmp_path):
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: keras\nVersion: 9.9.9\n")
     (tmp_path / "in the way").write_text("")
-    mine = ["--place", str(tmp_path / "mine")]
+    mine = ["--directory", str(tmp_path / "mine")]
     serve(members, swapped, "worker:0", *mine)  # at the address of worker:1
     serve(members, file, "worker:2", *mine, PYTHONPATH=f"{metadata.parent}:{ROOT}")
     serve(
-        members, file, "worker:3", "--place", str(tmp_path / "theirs"), str(tmp_path / "in the way")
+        members,
+        file,
+        "worker:3",
+        "--directory",
+        str(tmp_path / "theirs"),
+        str(tmp_path / "in the way"),
     )
-    code, found = ask(members, file, "worker:0", *mine)
+    code, faults = ask(members, file, "worker:0", *mine)
     assert code == 1
-    assert f"another order: worker:0 is {first} here and {second} there" in found["spec"]
-    assert "has different versions: python" in found["versions"]
-    assert "keras 9.9.9" in found["versions"]
-    assert "is not seen by worker:3" in found["shared place"]
-    assert "worker:1" not in found["shared place"]
-    assert "the doctor of worker:3 found: place: " in found["other hosts"]
+    assert f"another order: worker:0 is {first} here and {second} there" in faults["spec"]
+    assert "has different versions: python" in faults["versions"]
+    assert "keras 9.9.9" in faults["versions"]
+    assert "is not seen by worker:3" in faults["shared directory"]
+    assert "worker:1" not in faults["shared directory"]
+    assert "the doctor of worker:3 found: directory: " in faults["other hosts"]
 
 
 def test_hosts_that_check_together_agree_on_the_verdict(members, tmp_path):
     """All hosts fail when one of them has a fault."""
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=3))
     (tmp_path / "in the way").write_text("")
-    for name, places in (("good", ["shared"] * 3), ("bad", ["shared", "shared", "in the way"])):
-        for index, place in enumerate(places):
+    for name, directories in (
+        ("good", ["shared"] * 3),
+        ("bad", ["shared", "shared", "in the way"]),
+    ):
+        for index, directory in enumerate(directories):
             words = [
                 "--cluster",
                 file,
@@ -147,15 +155,15 @@ def test_hosts_that_check_together_agree_on_the_verdict(members, tmp_path):
                 "--together",
                 "--timeout",
                 str(TIMEOUT_S),
-                "--place",
-                place,
+                "--directory",
+                directory,
             ]
             doctor(members, f"{name} {index}", *words)
         codes = members.wait(TIMEOUT_S)
         assert [codes[f"{name} {index}"] for index in range(3)] == [int(name == "bad")] * 3, (
             members.logs()
         )
-    assert "the doctor of worker:2 found: place: in the way" in members.log("bad 0")
+    assert "the doctor of worker:2 found: directory: in the way" in members.log("bad 0")
     assert "network" in members.log("good 0")  # one of them measures
     assert "network" not in members.log("good 1")
 
@@ -166,7 +174,7 @@ def test_a_task_that_is_started_twice(members, tmp_path):
     The first tells those who come later: none of the three starts.
     """
     file = write(tmp_path / "c.yaml", ClusterSpec.local(workers=2))
-    words = ["--cluster", file, "--together", "--timeout", str(TIMEOUT_S), "--place", "shared"]
+    words = ["--cluster", file, "--together", "--timeout", str(TIMEOUT_S), "--directory", "shared"]
     doctor(members, "first", *words, "--task", "worker:0")
     port = int(
         json.loads((tmp_path / "c.yaml").read_text())["cluster"]["worker"][0].rpartition(":")[2]
@@ -199,12 +207,12 @@ def test_hosts_of_a_network(members, tmp_path):
             "--serve",
             "--timeout",
             str(TIMEOUT_S),
-            "--place",
+            "--directory",
             "here",
             prefix=hosts.prefix(2),
         )
         members.says("server", "serves worker:1 at 10.77.0.2:2222", TIMEOUT_S)
-        words = ["--json", "--cluster", file, "--timeout", "1", "--place", "here"]
+        words = ["--json", "--cluster", file, "--timeout", "1", "--directory", "here"]
         assert doctor(members, "whole", *words, prefix=hosts.prefix(1)).wait(TIMEOUT_S) == 0, (
             members.logs()
         )
@@ -250,7 +258,7 @@ def test_a_check_ends_with_its_launch(launch, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [("--cluster", "none.yaml"), ("--workers", "x")])
-def test_a_mistake_on_the_command_line_comes_before_any_check(launch, flags):
+def test_wrong_arguments_are_named_before_any_check(launch, flags):
     code, out, err = launch.run(*flags, "--check", script="")
     assert (code, out) == (2, "")
     assert err.startswith("tfdist launch: error: ")

@@ -84,12 +84,12 @@ def results(root):
 def points(root):
     """Return tags and steps of all curves but those of speed."""
     files = sorted(str(file) for file in (root / "logs").rglob("events.*"))
-    found = [
+    events = [
         tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(files)
     ]
     return sorted(
         (v.tag, event.step)
-        for event in found
+        for event in events
         for v in event.summary.value
         if not v.tag.startswith(("speed/", "keras"))
     )
@@ -110,8 +110,10 @@ def check(root, setup):
         for a, b in zip(end["weights"], whole["weights"], strict=True):
             np.testing.assert_array_equal(a, b)
     assert points(root) == curves
-    rows, wanted = ((text.splitlines()) for text in ((root / "log.csv").read_text(), csv))
-    assert [row.partition(",")[0] for row in rows] == [row.partition(",")[0] for row in wanted]
+    rows, expected_rows = ((text.splitlines()) for text in ((root / "log.csv").read_text(), csv))
+    assert [row.partition(",")[0] for row in rows] == [
+        row.partition(",")[0] for row in expected_rows
+    ]
     assert not list(root.rglob("*.part"))
 
 
@@ -169,11 +171,11 @@ def test_results_equal_those_of_an_undisturbed_run(setup, plan, undisturbed, lau
         )
         == 0
     )
-    told = capsys.readouterr().out
-    check_report(told.splitlines(), [fault.text for fault in parse(plan)], told)
+    output = capsys.readouterr().out
+    check_report(output.splitlines(), [fault.text for fault in parse(plan)], output)
 
 
-def check_report(lines, faults, told):
+def check_report(lines, faults, output):
     """Check each fault's row of the report.
 
     Faults that cost an attempt were seen, and training went on after them.
@@ -185,17 +187,17 @@ def check_report(lines, faults, told):
     assert sorted(
         next(text for text in sorted(faults, key=len, reverse=True) if row.startswith(text))
         for row in rows
-    ) == sorted(faults), told
+    ) == sorted(faults), output
     for row in rows:
         cost = row.split()[0] in LETHAL
-        assert len(re.findall(r" \d+\.\d+ s", row)) == (3 if cost else 1), told
-        assert bool(re.search(r" \d+  (snapshot-\d+|the beginning)", row)) == cost, told
+        assert len(re.findall(r" \d+\.\d+ s", row)) == (3 if cost else 1), output
+        assert bool(re.search(r" \d+  (snapshot-\d+|the beginning)", row)) == cost, output
     attempts = 1 + sum(fault.split()[0] in LETHAL for fault in faults)
     assert re.fullmatch(
         rf"{attempts} attempts in \d+\.\d s, \d+ steps? lost.*; a snapshot every \d+ steps?",
         lines[-2],
-    ), told
-    assert re.match(r"result: (equal bit for bit to|within 1e-06 of) ", lines[-1]), told
+    ), output
+    assert re.match(r"result: (equal bit for bit to|within 1e-06 of) ", lines[-1]), output
 
 
 def test_lost_servers_are_replaced_and_each_example_counts_once(launch):

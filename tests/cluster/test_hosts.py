@@ -53,7 +53,8 @@ class Hosts:
     def start(self, name, *flags, script=SCRIPT, **options):
         directory = self.root / name
         directory.mkdir(exist_ok=True)
-        self.launches[name] = launch = Launch(directory)
+        launch = Launch(directory)
+        self.launches[name] = launch
         launch.process = launch.start(
             "--rendezvous", self.address, *FLAGS, *flags, script=script, **options
         )
@@ -68,7 +69,7 @@ class Hosts:
         return launch
 
     def says(self, name, words, seconds=60.0):
-        """Wait until the log of a host's worker contains these words."""
+        """Wait until the log of a host's worker contains this text."""
         end = time.monotonic() + seconds
         while words not in (text := self.logs(name)):
             assert time.monotonic() < end, f"{name} never said {words!r}:\n{text}"

@@ -1,4 +1,4 @@
-"""Test that nobody outside reaches the tasks of a local launch, unless it allows that.
+"""Test that other hosts cannot reach the tasks of a local launch, unless it allows that.
 
 Sockets and the TensorFlow server are real.
 """
@@ -178,7 +178,7 @@ def test_tasks_of_a_cluster_file_are_never_isolated(members):
     assert f"[worker:0] {os.readlink('/proc/self/ns/net')}" in members.log("launch")
 
 
-def test_task_without_network_is_told_why(members, private_network):
+def test_task_without_network_gets_an_explanation(members, private_network):
     # This address is reserved for documentation.
     download = "import urllib.request; urllib.request.urlopen('http://192.0.2.1/')"
     launch(members, "--workers", "2", "--", PYTHON, "-c", download)

@@ -58,7 +58,7 @@ STRANGERS = "worker:0, worker:1 ended without having met the other tasks of the 
         (1, "", False),
     ],
 )  # fmt: skip
-def test_tasks_that_end_without_having_met_are_named(workers, script, warned, launch):
+def test_tasks_that_end_before_preflight_are_named(workers, script, warned, launch):
     code, _, err = launch.run("--workers", str(workers), script=script)
     assert code == 0
     assert "all tasks done" in err
@@ -88,7 +88,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_worker_that(fault, launch):
+def test_failed_worker_is_named_as_the_root_cause(fault, launch):
     action, expected, cause = FAULTS[fault]
     code, _, err = launch.run(
         "--workers", "3", script=f"if me == 'worker:1': {action}\nlose_peers()"

@@ -66,14 +66,14 @@ class Hosts:
 
     def until(self, condition, what):
         end = time.monotonic() + TIMEOUT_S
-        while not (found := condition()):
+        while not (result := condition()):
             ended = [launch for launch in self.launches if launch.process.poll() is not None]
             assert time.monotonic() < end, (
                 f"waited for {what}; ended: {[launch.finish() for launch in ended]}\n"
                 f"{self.journals()}"
             )
             time.sleep(0.05)
-        return found
+        return result
 
     def journals(self):
         return {launch.directory.name: journal(launch) for launch in self.launches}
@@ -84,8 +84,8 @@ def journal(launch, event=None, attempt=0):
     lines = read_journal(str(launch.directory / "runs" / "latest"))
     begun = next(
         (
-            place
-            for place, line in enumerate(lines)
+            index
+            for index, line in enumerate(lines)
             if line["event"] == "attempt" and line["attempt"] >= attempt
         ),
         len(lines),
@@ -174,16 +174,16 @@ def test_host_that_is_cut_off_ends_and_the_others_continue(hosts):
     assert not list(hosts.root.rglob("*.part"))
 
 
-def check(found, undisturbed):
-    assert found["iterations"] == EPOCHS * STEPS
-    assert found["epochs"] == list(range(EPOCHS))
+def check(result, undisturbed):
+    assert result["iterations"] == EPOCHS * STEPS
+    assert result["epochs"] == list(range(EPOCHS))
     assert (
-        found["history"]["seen"] == [EXAMPLES * (EXAMPLES + 1) * (2 * EXAMPLES + 1) / 6] * EPOCHS
+        result["history"]["seen"] == [EXAMPLES * (EXAMPLES + 1) * (2 * EXAMPLES + 1) / 6] * EPOCHS
     )  # each example once an epoch
-    assert found["history"].keys() == undisturbed["history"].keys()
+    assert result["history"].keys() == undisturbed["history"].keys()
     for name, values in undisturbed["history"].items():
-        np.testing.assert_allclose(found["history"][name], values, rtol=1e-5, err_msg=name)
-    for a, b in zip(found["weights"], undisturbed["weights"], strict=True):
+        np.testing.assert_allclose(result["history"][name], values, rtol=1e-5, err_msg=name)
+    for a, b in zip(result["weights"], undisturbed["weights"], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

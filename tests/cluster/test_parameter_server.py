@@ -1,4 +1,4 @@
-"""Test what Keras offers with workers that train by themselves on parameter servers.
+"""Test Keras' features with workers that train by themselves on parameter servers.
 
 Every step, and every example, counts once.
 """
@@ -75,7 +75,7 @@ def test_a_variable_partitioner():
         make_strategy("parameter_server", cluster, variable_partitioner=lambda shape, dtype: [2, 1])
 
 
-def test_a_strategy_that_comes_after_tensors(tmp_path):
+def test_strategy_made_after_tensors_is_refused(tmp_path):
     code = "import tensorflow as tf, tfdist; tf.zeros([]); tfdist.make_strategy()"
     config = ClusterSpec.local(workers=1, ps=1, chief=True).for_task("chief", 0).to_tf_config()
     with group(tmp_path) as members:

@@ -42,10 +42,10 @@ def test_two_groups_of_stages_on_workers(launch):
     assert "_pipeline epoch 1\n" not in second
     assert "_pipeline epoch 3\n" in second
     result = json.loads(out.read_text())
-    assert list(result["found"]) == list(result["expected"])
-    for name, values in result["expected"].items():
+    assert list(result["staged"]) == list(result["alone"])
+    for name, values in result["alone"].items():
         np.testing.assert_allclose(
-            result["found"][name], values, rtol=1e-5, atol=1e-6, err_msg=name
+            result["staged"][name], values, rtol=1e-5, atol=1e-6, err_msg=name
         )
     assert result["weights"] < 1e-6
     # The first group holds the variables.
@@ -120,7 +120,7 @@ def test_a_worker_that_stops_before_the_chief_connects(tmp_path):
         assert "did not answer for 2 s" in members.log("chief"), members.logs()
 
 
-def test_workers_that_never_come(tmp_path):
+def test_workers_that_never_start_are_named(tmp_path):
     code = "import tfdist; tfdist.pipeline_devices(start_timeout=1)"
     config = ClusterSpec.local(workers=2, chief=True).for_task("chief", 0).to_tf_config()
     with group(tmp_path) as members:

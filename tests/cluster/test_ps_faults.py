@@ -70,8 +70,8 @@ def job(tmp_path):
 def epochs(log):
     """Return the chief's lines on epochs: number, examples seen once, optimizer iterations."""
     return [
-        tuple(map(int, found))
-        for found in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)
+        tuple(map(int, groups))
+        for groups in re.findall(r"epoch (\d+): once (\d+) iterations (\d+)", log)
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_lost_parameter_server_and_a_lost_chief_cost_one_epoch_at_most(job):
 
 
 @pytest.mark.timeout(300)
-def test_when_no_worker_comes_back_they_are_named(job):
+def test_workers_that_do_not_return_are_named(job):
     for name in ("ps-0", "worker-0", "worker-1"):
         job.start(name)
     job.start("chief-0", epochs=100, timeout=8)

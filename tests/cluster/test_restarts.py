@@ -281,7 +281,7 @@ def test_lost_parameter_server_ends_the_attempt(launch):
     assert len(events(launch, "attempt")) == 2
 
 
-def test_an_interruption_that_let_tasks_save_says_so(launch):
+def test_interruption_that_let_tasks_save_is_reported(launch):
     script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\nready()\ntime.sleep(600)\n"
     process = launch.start("--workers", "2", "--restarts", "5", script=script)
     launch.wait_for("worker:0.ready", "worker:1.ready")

@@ -69,14 +69,14 @@ def test_sharded_weights_resume_with_any_number_of_workers(tmp_path, undisturbed
         )  # of a kernel of 5 times 6
     shutil.copytree(tmp_path / "two", tmp_path / "three")
     for backup, count in (("two", 2), ("three", 3)):
-        found = attempt(
+        results = attempt(
             tmp_path, backup, count, how="sharded", **{CHAOS: "", LOG_DIR: str(tmp_path)}
         )
-        equal(found, count, undisturbed)
+        equal(results, count, undisturbed)
         assert not (tmp_path / backup).exists()
         arrays = result.read(str(tmp_path)).arrays  # with which `tfdist launch --chaos` compares
-        for place, weight in enumerate(found[0]["weights"]):
-            np.testing.assert_array_equal(arrays[f"model/{place}"], weight)
+        for index, weight in enumerate(results[0]["weights"]):
+            np.testing.assert_array_equal(arrays[f"model/{index}"], weight)
         assert [array.shape for key, array in arrays.items() if key.startswith("optimizer/")][
             2:4
         ] == [(5, 6), (5, 6)]  # Adam's slots
@@ -87,18 +87,20 @@ def test_local_steps_resume(tmp_path):
     whole = attempt(tmp_path, "whole", 2, how="diloco")
     assert attempt(tmp_path, "backup", 2, "1", "4", how="diloco") == []
     resumed = attempt(tmp_path, "backup", 2, how="diloco")
-    for found in (whole[1], *resumed):
-        for a, b in zip(found["weights"], whole[0]["weights"], strict=True):
+    for of_worker in (whole[1], *resumed):
+        for a, b in zip(of_worker["weights"], whole[0]["weights"], strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 def equal(results, workers, undisturbed):
     """Check that all workers have the results of an undisturbed one."""
     assert len(results) == workers
-    for found in results:
-        assert found["iterations"] == undisturbed["iterations"] == EPOCHS * -(-EXAMPLES // BATCH)
-        assert found["best"] == pytest.approx(undisturbed["best"], rel=1e-5)
+    for of_worker in results:
+        assert (
+            of_worker["iterations"] == undisturbed["iterations"] == EPOCHS * -(-EXAMPLES // BATCH)
+        )
+        assert of_worker["best"] == pytest.approx(undisturbed["best"], rel=1e-5)
         for name, values in undisturbed["history"].items():
-            np.testing.assert_allclose(found["history"][name], values, rtol=1e-5, err_msg=name)
-        for a, b in zip(found["weights"], undisturbed["weights"], strict=True):
+            np.testing.assert_allclose(of_worker["history"][name], values, rtol=1e-5, err_msg=name)
+        for a, b in zip(of_worker["weights"], undisturbed["weights"], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

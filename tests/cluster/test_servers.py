@@ -157,7 +157,7 @@ def test_servers_wait_within_a_bound_for_a_chief_that_was_killed_or_left(job):
     assert "did not come back within 20 s" in job.members.log("ps:0")
 
 
-def test_a_chief_that_never_comes_is_named(job):
+def test_chief_that_never_starts_is_named(job):
     job.start("worker:0", timeouts=(2, 2))
     assert job.members.wait(TIMEOUT_S) == {"worker:0": 75}
     log = job.members.log("worker:0")

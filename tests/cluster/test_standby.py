@@ -25,7 +25,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import random, warnings
 import tensorflow as tf, keras, tfdist
 from tfdist.runtime.launch_protocol import Launched, Phase, Progress, read_journal
-told = Launched.from_environ()
+launched = Launched.from_environ()
 strategy = tfdist.make_strategy(devices="cpu")
 assert strategy.num_replicas_in_sync == 2
 facts = dict(
@@ -38,9 +38,9 @@ facts = dict(
 )
 with open(f"{me}-{attempt}.json", "w") as file: json.dump(facts, file)
 with open(f"{me}-{attempt}.random", "w") as file: json.dump([random.random(), float(tf.random.uniform([]))], file)
-progress = Progress(told.progress_file)
+progress = Progress(launched.progress_file)
 def ready():
-    lines = [line for line in read_journal(told.log_dir) if line["event"] == "standby"]
+    lines = [line for line in read_journal(launched.log_dir) if line["event"] == "standby"]
     gone = {line["pid"] for line in lines if line["what"] in ("taken", "lost", "refused")}
     return len({line["pid"] for line in lines if line["what"] == "ready"} - gone)
 for step in range(1, 2000):
@@ -60,7 +60,7 @@ def standby(launch, what):
     return [line for line in lines if line["event"] == "standby" and line["what"] == what]
 
 
-def test_a_restart_takes_over_standby_processes_that_scripts_cannot_tell(launch):
+def test_scripts_run_the_same_in_standby_processes_after_a_restart(launch):
     launch.bound = TIMEOUT_S
     flags = ("--workers", "2", "--restarts", "1", "--standby", "3", "--chaos", "kill standby")
     code, _, err = launch.run(

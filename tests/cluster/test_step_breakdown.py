@@ -1,4 +1,4 @@
-"""Test that the files of two workers, one of them slowed, show who waits for whom."""
+"""Test that the files of two workers, one of them slowed, show which one waits."""
 
 import pytest
 import tensorflow as tf
@@ -31,11 +31,11 @@ def test_the_fast_worker_waits_for_the_slow_one(tmp_path):
         assert window.parts["forward_backward"] > window.steps * DELAY_S / 2
     assert slow["wait"] < fast["wait"] / 2
     assert slow["gradient_sync"] == pytest.approx(fast["gradient_sync"], rel=0.5)  # the same sums
-    for rank, found in windows.items():
-        assert found[-1].step == sum(window.steps for window in found) == STEPS * EPOCHS
-        assert sum(window.examples for window in found) == STEPS * EPOCHS * BATCH
-        assert {window.bytes for window in found} == {4 * (6 * 8 + 8 + 8 + 1)}
-        for window in found:
+    for rank, of_worker in windows.items():
+        assert of_worker[-1].step == sum(window.steps for window in of_worker) == STEPS * EPOCHS
+        assert sum(window.examples for window in of_worker) == STEPS * EPOCHS * BATCH
+        assert {window.bytes for window in of_worker} == {4 * (6 * 8 + 8 + 8 + 1)}
+        for window in of_worker:
             assert window.worker == rank
             assert sum(window.parts.values()) == pytest.approx(window.seconds, abs=1e-4)
         (file,) = (tmp_path / f"worker-{rank}").glob("events.*")

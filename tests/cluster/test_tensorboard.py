@@ -73,7 +73,7 @@ def server(runs, tmp_path_factory):
 
 def test_each_run_has_its_curves(server, runs):
     assert set(server.json("runs")) == RUNS
-    tags = {run: set(found) for run, found in server.json("plugin/scalars/tags").items()}
+    tags = {run: set(of_run) for run, of_run in server.json("plugin/scalars/tags").items()}
     assert {
         "epoch_loss",
         "epoch_accuracy",
@@ -99,9 +99,9 @@ def test_each_run_has_its_curves(server, runs):
 
 
 def test_the_graph_is_there_as_layers_and_as_operations(server):
-    found = server.json("plugin/graphs/info")["tiny/train"]
-    assert found["run_graph"]
-    assert found["tags"]["keras"]["conceptual_graph"]
+    graphs = server.json("plugin/graphs/info")["tiny/train"]
+    assert graphs["run_graph"]
+    assert graphs["tags"]["keras"]["conceptual_graph"]
     layers = server.get(
         "plugin/graphs/graph", run="tiny/train", tag="keras", conceptual="true"
     ).decode()
@@ -124,14 +124,14 @@ def test_weights_have_histograms(server):
 
 def test_images_show_predictions(server):
     assert set(server.json("plugin/images/tags")) == {"tiny/validation"}
-    found = server.json(
+    images = server.json(
         "plugin/images/images", run="tiny/validation", tag="predictions", sample="0"
     )
-    assert [image["step"] for image in found] == [0, 1]
+    assert [image["step"] for image in images] == [0, 1]
     picture = Image.open(
         io.BytesIO(
             server.get(
-                "plugin/images/individualImage", blob_key=found[1]["query"].partition("=")[2]
+                "plugin/images/individualImage", blob_key=images[1]["query"].partition("=")[2]
             )
         )
     )

@@ -76,7 +76,7 @@ def test_only_the_chief_writes(job):
     assert not (job.directory / "rank-1.csv").exists()
 
 
-def test_the_chiefs_files_are_whole(job):
+def test_files_of_the_chief_are_complete(job):
     chief = job.directory / "rank-0"
     with open(chief / "log.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -132,11 +132,11 @@ def test_models_are_saved_and_quantized_inside_the_scope(job):
         "each/worker-1",
     ],
 )
-def test_tensorboard_logs_lie_where_they_should(job, where):
+def test_tensorboard_logs_are_in_the_expected_directory(job, where):
     assert any("events.out" in f for f in job.files(where))
 
 
-def test_nothing_else_lies_in_the_log_directory_of_all_workers(job):
+def test_log_directory_of_all_workers_has_no_other_files(job):
     assert {f.split("/")[0] for f in job.files("each")} == {
         "train",
         "validation",
@@ -216,7 +216,7 @@ def mistakes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_workers_that_differ_are_named_with_what_differs(mistakes, mistake):
+def test_workers_that_differ_are_named_with_the_difference(mistakes, mistake):
     for errors in mistakes:
         assert errors.get(mistake), f"no error; all: {errors}"
         with pytest.raises(ValueError, match=MISTAKES[mistake]):
@@ -242,7 +242,7 @@ def test_another_model_on_one_worker_ends_both(tmp_path):
         assert any("Collective instance" in log for log in logs), members.logs()
 
 
-def test_a_worker_that_never_comes_is_named_in_time(tmp_path):
+def test_worker_that_never_starts_is_named_in_time(tmp_path):
     from tfdist import ClusterSpec
 
     config = ClusterSpec.local(workers=2).for_task("worker", 0).to_tf_config()

@@ -57,15 +57,15 @@ def done(tmp_path_factory, digits_dir):
 def test_workers_equal_one_replica_whichever_way_they_run(done):
     code, out = done["mlp"]
     assert code == 0, out
-    found = json.loads(out)
-    assert found["same"]
-    assert list(found["ways"]) == [
+    verdict = json.loads(out)
+    assert verdict["same"]
+    assert list(verdict["ways"]) == [
         "AUTO, compiled",
         "AUTO, not compiled",
         "RING, compiled",
         "one replica, not compiled",
     ]
-    for name, way in found["ways"].items():
+    for name, way in verdict["ways"].items():
         assert way["steps"] == 3
         assert way["replicas"] == (1 if name.startswith("one") else 2)
         assert {"loss and metrics", "gradients' norms", "weights", "optimizer"} <= set(
@@ -129,7 +129,7 @@ def test_shards_that_overlap_are_named(done):
     code, out = done["overlapping"]
     assert code == 1, out
     assert (
-        "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by nobody"
+        "the workers took 16 rows, one replica 16; 8 taken by several workers, 8 taken by no worker"
         in out
     )
     assert "the workers' shards overlap: in step 1" in " ".join(out.split())

@@ -51,11 +51,11 @@ def fitted(model, *arrays, evaluated=False, **kwargs):
     data = tf.data.Dataset.from_tensor_slices(arrays[0] if len(arrays) == 1 else arrays)
     data = data.batch(BATCH)
     history = model.fit(data, epochs=EPOCHS, verbose=0, **kwargs).history
-    found = {f"history/{name}": np.asarray(values) for name, values in history.items()}
+    figures = {f"history/{name}": np.asarray(values) for name, values in history.items()}
     if evaluated:
         results = model.evaluate(data, verbose=0, return_dict=True)
-        found.update({f"test/{name}": np.asarray(value) for name, value in results.items()})
-    return {**found, **weights(model)}
+        figures.update({f"test/{name}": np.asarray(value) for name, value in results.items()})
+    return {**figures, **weights(model)}
 
 
 def perceptron(cls=keras.Model):
@@ -167,7 +167,8 @@ def endpoint_layer(strategy):
             return ops.nn.softmax(logits)
 
     with strategy.scope():
-        inputs, targets = keras.Input([6], name="inputs"), keras.Input([4], name="targets")
+        inputs = keras.Input([6], name="inputs")
+        targets = keras.Input([4], name="targets")
         logits = layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l1")(inputs)
         predictions = LogisticEndpoint(name="predictions")(targets, logits)
         model = keras.Model({"inputs": inputs, "targets": targets}, predictions)
@@ -223,9 +224,11 @@ def variational_autoencoder(strategy):
             }
 
     with strategy.scope():
-        image, noise = keras.Input([4, 4]), keras.Input([2])
+        image = keras.Input([4, 4])
+        noise = keras.Input([2])
         hidden = layers.Dense(6, "relu")(layers.Flatten()(image))
-        mean, log_variance = layers.Dense(2)(hidden), layers.Dense(2)(hidden)
+        mean = layers.Dense(2)(hidden)
+        log_variance = layers.Dense(2)(hidden)
         encoder = keras.Model(
             [image, noise], [mean, log_variance, Sampling()([mean, log_variance, noise])]
         )

@@ -379,21 +379,21 @@ def train(
         history = model.fit(
             x[mine], y[mine], batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0
         ).history
-        found = {f"first {i}": value for i, value in enumerate(begun)}
-        found |= {
+        figures = {f"first {i}": value for i, value in enumerate(begun)}
+        figures |= {
             f"{v.path} {i}": np.array(v.numpy(), np.float64) for i, v in enumerate(model.weights)
         }
-        found |= {
+        figures |= {
             f"state {v.path} {i}": np.array(v.numpy(), np.float64)
             for i, v in enumerate(optimizer.variables)
         }
         if not alone:  # each process has that of its own rows
-            found |= {f"history {name}": np.array(values) for name, values in history.items()}
+            figures |= {f"history {name}": np.array(values) for name, values in history.items()}
         for kind, variables in (
             ("weights", model.trainable_weights),
             ("state", optimizer.variables),
         ):
-            found[f"held {kind}"] = np.array(
+            figures[f"held {kind}"] = np.array(
                 [int(np.prod(local_component(v, 0).shape)) for v in variables]
             )
         if way != "plain" and case.saved:
@@ -407,7 +407,7 @@ def train(
                     pathlib.Path(directory or own),
                 )
         return {
-            **found,
+            **figures,
             "evaluated": np.array(model.evaluate(x, y, batch_size=BATCH, verbose=0)),
             "predicted": model.predict(x, batch_size=BATCH, verbose=0),
         }
@@ -444,9 +444,9 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
         if not name.startswith("held")
         and (name in numbers or not name.startswith(("history", "first")))
     ]
-    found = {name: value for name, value in numbers.items() if not name.startswith("held")}
-    assert len(found) == len(names)
-    for name, value in zip(names, found.values(), strict=True):
+    compared = {name: value for name, value in numbers.items() if not name.startswith("held")}
+    assert len(compared) == len(names)
+    for name, value in zip(names, compared.values(), strict=True):
         largest = np.abs(plain[name]).max(initial=0.0)
         limit = (
             rounding
@@ -467,18 +467,18 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
         strategy: On several workers, one replica each.
         directory: Directory that all processes reach.
     """
-    place = strategy.tfdist_engine.placement
+    placement = strategy.tfdist_engine.placement
     done = directory / "left-alone"
-    strategy.tfdist_engine.watchdog = Watchdog(3.0, place)
-    keras.utils.set_random_seed(7 + place.rank)
+    strategy.tfdist_engine.watchdog = Watchdog(3.0, placement)
+    keras.utils.set_random_seed(7 + placement.rank)
     x = np.ones([4, 5], "float32")
-    told = {}
+    messages = {}
     model = mlp()
     before = model.get_weights()
     shards = fsdp(model, gather_dtype="bfloat16", strategy=strategy)
     after = model.get_weights()
     assert shards.bytes_per_step == 0  # nobody has made a step
-    assert not place.is_chief or all(
+    assert not placement.is_chief or all(
         np.array_equal(a, b) for a, b in zip(before, after, strict=True)
     )
     model.compile("sgd", "mse", jit_compile=False)
@@ -490,26 +490,26 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
         try:
             use()
         except ValueError as error:
-            told[f"of {name}"] = str(error)
+            messages[f"of {name}"] = str(error)
     model = mlp()
     model.compile(zero("sgd", strategy=strategy), "mse", jit_compile=True)
     try:
         model.fit(x, x[:, :3], verbose=0)
     except ValueError as error:
-        told["of XLA"] = str(error)
+        messages["of XLA"] = str(error)
     model.compile(zero("sgd", strategy=strategy), "mse", jit_compile=False)
     model.fit(x, x[:, :3], verbose=0)
-    if place.is_chief:
+    if placement.is_chief:
         try:
             model.fit(x, x[:, :3], verbose=0)
         except TimeoutError as error:
-            return {**told, "of others": str(error)}
+            return {**messages, "of others": str(error)}
         finally:
             done.touch()
     end = time.monotonic() + 60
     while not done.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    return told
+    return messages
 
 
 def check_files(
@@ -532,17 +532,16 @@ def check_files(
     """
     file = directory / "model.keras"
     model.save(file)
-    weights, state = (
-        model.get_weights(),
-        [v.numpy() for v in optimizer.variables],
-    )  # a collective: no worker goes on before the chief has written
+    # Collectives: no worker goes on before the chief has written.
+    weights = model.get_weights()
+    state = [v.numpy() for v in optimizer.variables]
     plain = keras.models.load_model(file)
-    for found, expected in zip(
+    for loaded, expected in zip(
         [*plain.get_weights(), *[v.numpy() for v in plain.optimizer.variables]],
         [*weights, *state],
         strict=True,
     ):
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(loaded, expected)
     expected = case.optimizer()
     assert [
         type(x) for x in (plain.optimizer, getattr(plain.optimizer, "inner_optimizer", None))
@@ -555,12 +554,12 @@ def check_files(
             other.compile(case.optimizer(), "mse", jit_compile=False)
             other.optimizer.build(other.trainable_weights)
             other.load_weights(file)
-        for found, expected in zip(
+        for loaded, expected in zip(
             [*other.get_weights(), *[v.numpy() for v in other.optimizer.variables]],
             [*weights, *state],
             strict=True,
         ):
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(loaded, expected)
 
 
 def main(name: str, devices: str, out: str, *names: str) -> None:

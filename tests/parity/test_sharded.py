@@ -73,7 +73,7 @@ def test_each_replica_holds_its_part(run, setup, case, replicas):
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_workers_without_a_scope_refuse_what_needs_one_and_name_a_missing_peer(run):
+def test_workers_without_a_scope_refuse_operations_that_need_one_and_name_a_missing_peer(run):
     chief, other = (process["left alone"] for process in run("workers-2"))
     assert (
         "zero: XLA cannot compile the collectives of 2 replicas (keras #18716). Pass "
@@ -81,6 +81,8 @@ def test_workers_without_a_scope_refuse_what_needs_one_and_name_a_missing_peer(r
     ) in chief["of XLA"]
     assert "worker:0 waited too long for worker:1: no step for 3 s" in chief["of others"]
     assert list(other) == ["of an export", "of a backup", "of XLA"]
-    for told in (chief, other):
-        assert "export: the model's weights are sharded. Call model.save()" in told["of an export"]
-        assert "sharded over 2 processes without a strategy" in told["of a backup"]
+    for messages in (chief, other):
+        assert (
+            "export: the model's weights are sharded. Call model.save()" in messages["of an export"]
+        )
+        assert "sharded over 2 processes without a strategy" in messages["of a backup"]

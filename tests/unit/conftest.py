@@ -17,7 +17,7 @@ def environ_for(code):
 
 @pytest.fixture(scope="session")
 def run_python():
-    """Run Python code in a process of its own, with these command-line words."""
+    """Run Python code in a process of its own, with these command-line arguments."""
 
     def run(code, *words):
         return processes.run([sys.executable, "-c", code, *words], cwd=ROOT, env=environ_for(code))

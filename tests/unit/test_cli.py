@@ -183,12 +183,12 @@ def test_command_is_resolved(words, expected, workplace):
     assert task_plan.resolve_command(words.split()) == expected
 
 
-def test_the_commands_own_words_are_left_alone():
+def test_arguments_after_the_script_are_passed_through():
     _, command = launch.main.parse(["--", "train.py", "--workers", "9", "--", "x"])
     assert command == ["train.py", "--workers", "9", "--", "x"]
 
 
-def test_tasks_are_cut_off_unless_allowed():
+def test_remote_access_is_off_unless_allowed():
     assert not launch.main.parse(["--", "train.py"])[0].allow_remote
     assert launch.main.parse(["--allow-remote", "--", "train.py"])[0].allow_remote
     assert launch.main.parse(["--cluster", "c.yaml", "--allow-remote", "--", "train.py"])[

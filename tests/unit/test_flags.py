@@ -14,7 +14,7 @@ def parsed(*words):
     return values
 
 
-def test_only_what_the_user_gave_counts():
+def test_only_given_flags_are_returned():
     assert flags.parsed_options(parsed("--seed=3", "--strategy=mirrored")) == {
         "strategy": "mirrored"
     }
@@ -33,7 +33,7 @@ def test_only_what_the_user_gave_counts():
     }
 
 
-def test_flags_that_are_not_ours_or_not_parsed_count_for_nothing():
+def test_foreign_or_unparsed_flags_are_ignored():
     values = absl_flags.FlagValues()
     assert flags.parsed_options(values) == {}
     absl_flags.DEFINE_string("strategy", "theirs", "", flag_values=values)
@@ -47,7 +47,7 @@ def test_flags_that_are_not_ours_or_not_parsed_count_for_nothing():
 @pytest.mark.parametrize(
     ("given", "missing"), [("--task_type=worker", "task_index"), ("--task_index=0", "task_type")]
 )
-def test_half_a_task_is_refused(given, missing):
+def test_task_type_without_task_index_is_refused(given, missing):
     with pytest.raises(ValueError, match=f"--{missing} is missing"):
         flags.parsed_options(parsed(given))
 

@@ -15,7 +15,8 @@ from tests.parity.cases import Steps
 from tfdist import layers
 from tfdist.layers import ShardedEmbedding
 
-ROWS, WIDTH = 23, 4  # no number of shards divides the rows
+ROWS = 23  # no number of shards divides the rows
+WIDTH = 4
 SHARDS = pytest.mark.parametrize("shards", [1, 2, 3, 7])
 
 
@@ -95,7 +96,7 @@ def test_gradients_are_sparse_and_equal_those_of_keras(shards):
     theirs, ours = pair(shards)
     inputs = ids(4, 5)
     (expected,) = gradients(theirs, inputs)
-    found = np.zeros((ROWS, WIDTH), "float32")
+    gathered = np.zeros((ROWS, WIDTH), "float32")
     parts = gradients(ours, inputs)
     assert len(parts) == shards
     for shard, gradient in enumerate(parts):
@@ -103,8 +104,8 @@ def test_gradients_are_sparse_and_equal_those_of_keras(shards):
         rows = gradient.indices.numpy() * shards + shard
         mine = inputs[inputs % shards == shard]
         assert sorted(rows) == sorted(mine if shards == 1 else np.unique(mine))
-        found[shard::shards] = tf.convert_to_tensor(gradient)
-    np.testing.assert_allclose(found, tf.convert_to_tensor(expected), rtol=1e-6)
+        gathered[shard::shards] = tf.convert_to_tensor(gradient)
+    np.testing.assert_allclose(gathered, tf.convert_to_tensor(expected), rtol=1e-6)
 
 
 OPTIMIZERS = {
@@ -382,8 +383,10 @@ def test_saved_model_resumes_training(optimizer, tmp_path):
     loaded = keras.models.load_model(tmp_path / "m.keras")
     assert loaded.layers[0].get_config() == whole.layers[0].get_config()
     assert fit(loaded, seed=1) == fit(whole, seed=1)
-    for found, expected in zip(loaded.optimizer.variables, whole.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for restored, expected in zip(
+        loaded.optimizer.variables, whole.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(restored, expected)
 
 
 def test_a_table_is_read_once_to_be_saved(monkeypatch, tmp_path):

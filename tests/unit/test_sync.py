@@ -16,13 +16,11 @@ from tfdist.data.order import rows_of_replicas
 from tfdist.run import telemetry_callbacks
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 
-EXAMPLES, BATCH, EPOCHS, RATE, MOMENTUM = (
-    50,
-    9,
-    3,
-    0.05,
-    0.8,
-)  # nine rows are five for one replica, and four for the other
+EXAMPLES = 50
+BATCH = 9  # nine rows are five for one replica, and four for the other
+EPOCHS = 3
+RATE = 0.05
+MOMENTUM = 0.8
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 5)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True) + 1
 START = np.linspace(-1, 1, 6).astype(np.float32)  # five weights and a bias
@@ -104,7 +102,9 @@ def apart(policy):
         anchor = anchor - policy.outer_learning_rate * (
             difference + policy.outer_momentum * velocity
         )
-        copies, since, sent = [anchor] * 2, 0, sent + size
+        copies = [anchor] * 2
+        since = 0
+        sent += size
 
     for _ in range(EPOCHS):
         for parts in batches():
@@ -116,7 +116,9 @@ def apart(policy):
             copies = [step(w, g) for step, w, g in zip(steps, copies, own, strict=True)]
             since += 1
             if count <= policy.warmup:
-                anchor, since, sent = copies[0], 0, sent + size
+                anchor = copies[0]
+                since = 0
+                sent += size
             elif policy.every != "epoch" and (count - policy.warmup) % policy.every == 0:
                 meet()
         if since:  # somebody looks
@@ -171,7 +173,7 @@ def flat(model):
 def signs(gradients):
     """Return the sign of each element by a vote of the replicas, as a user's function."""
     group = tfdist.parallel.replicas()
-    return [tf.sign(group.all_reduce(g, f"votes {place}")) for place, g in enumerate(gradients)]
+    return [tf.sign(group.all_reduce(g, f"votes {index}")) for index, g in enumerate(gradients)]
 
 
 TOGETHER = {
@@ -307,9 +309,9 @@ def test_one_replica_takes_policies_too(one_device):
     ],
 )
 def test_a_bad_policy_is_named(make, text):
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as error:
         make()
-    assert text in str(found.value)
+    assert text in str(error.value)
 
 
 def test_unsupported_combinations_of_a_policy_are_named(mirrored):
@@ -439,8 +441,9 @@ def test_gradients_of_tied_weights_become_one(mirrored, policy):
         finally:
             mirrored.tfdist_engine.use(Gradients())
 
-    (found, sent), (expected, _) = run(policy), run(Gradients())
-    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
+    weights, sent = run(policy)
+    expected, _ = run(Gradients())
+    np.testing.assert_allclose(weights, expected, rtol=1e-2, atol=1e-3)
     assert sent == (
         22 * 2 if policy.comm_dtype else 21 * 4
     )  # 21 elements, padded where they travel in parts
@@ -623,10 +626,10 @@ def test_saved_file_has_the_average_of_all_replicas(under, tmp_path):
     ]
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    for found, expected in zip(
+    for saved, expected in zip(
         (*loaded.weights, *loaded.optimizer.variables[2:]), (*copies, *slots), strict=True
     ):
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(saved.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 SKIPS = Gradients(skip_nonfinite=True)
@@ -647,7 +650,9 @@ def test_a_failure_is_at_the_step_where_it_was(under, policy, how):
     model = built(strategy, how=how)
     model.compile(
         model.optimizer,
-        lambda y, found: keras.ops.square(found - tf.debugging.check_numerics(y, "labels")),
+        lambda y, prediction: keras.ops.square(
+            prediction - tf.debugging.check_numerics(y, "labels")
+        ),
     )
     x = X[:48].copy()
     y = Y[:48].copy()
@@ -686,8 +691,8 @@ def plain_loss(mirrored):
 
 @pytest.mark.parametrize("name", CONVERGES)
 def test_every_policy_converges(mirrored, plain_loss, name):
-    found = losses(mirrored, CONVERGES[name])
-    assert abs(found[-1] - plain_loss) < 0.05 * found[0]
+    curve = losses(mirrored, CONVERGES[name])
+    assert abs(curve[-1] - plain_loss) < 0.05 * curve[0]
 
 
 # --- Resuming -------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def claim(directory: str, launch: str, attempt: int) -> str:
         The token by which `check` recognizes the writer.
 
     Raises:
-        Superseded: A later attempt of the same launch is the writer.
-        OSError: The claim cannot be written.
+        Superseded: If a later attempt of the same launch is the writer.
+        OSError: If the claim cannot be written.
 
     Example:
         >>> import tempfile
@@ -102,7 +102,7 @@ def holder(directory: str) -> Mapping[str, Any] | None:
     if isinstance(owner, dict) and owner.pop("crc32", None) == _checksum(owner):
         return owner
     logging.warning(
-        "%s: damaged: it does not say any more which process is the writer.",
+        "%s: damaged: it no longer says which process is the writer.",
         os.path.join(directory, NAME),
     )
     return None
@@ -111,8 +111,12 @@ def holder(directory: str) -> Mapping[str, Any] | None:
 def check(directory: str, token: str) -> None:
     """Raise Superseded unless the process with this token is still the writer.
 
+    Args:
+        directory: Directory of the snapshots.
+        token: Token of the process's claim.
+
     Raises:
-        Superseded: Another process is the writer, or the claim was removed.
+        Superseded: If another process is the writer, or the claim was removed.
     """
     owner = holder(directory)
     if owner is None:

@@ -48,7 +48,7 @@ def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) ->
             each metric name, one value an epoch.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file cannot be written.
     """
     if not is_wanted(launched):
         return
@@ -76,7 +76,7 @@ def read(log_dir: str) -> Snapshot:
         log_dir: Directory of the launch's logs.
 
     Raises:
-        ValueError: There is no result, or it is damaged.
+        ValueError: If there is no result, or it is damaged.
     """
     path = os.path.join(log_dir, RESULT)
     try:

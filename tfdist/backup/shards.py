@@ -57,7 +57,7 @@ def rows(
         An array `[count, length]`.
 
     Raises:
-        ValueError: The pieces leave a gap.
+        ValueError: If the pieces leave a gap.
 
     Example:
         >>> rows(

@@ -1,4 +1,4 @@
-"""File format of a snapshot: named arrays and JSON facts, with a checksum.
+"""Snapshot format (checkpoint file): named arrays and JSON facts, with a checksum.
 
 This is the checkpoint format of `BackupAndRestore`. A file that is not exactly what was written is
 never accepted as a snapshot. The content is `MAGIC`, the header's length (8 bytes, little endian),
@@ -47,6 +47,10 @@ class Snapshot:
 def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """Return arrays of one kind, under names that `arrays_of` finds.
 
+    Args:
+        prefix: Beginning of the names, such as "metrics/".
+        arrays: The arrays, in their order.
+
     Example:
         >>> numbered("metrics/", [1.0, 2.0])
         {'metrics/0': 1.0, 'metrics/1': 2.0}
@@ -55,7 +59,12 @@ def numbered(prefix: str, arrays: Iterable[np.ndarray]) -> dict[str, np.ndarray]
 
 
 def arrays_of(prefix: str, snapshot: Snapshot) -> list[np.ndarray]:
-    """Return a snapshot's arrays of one kind, in their order."""
+    """Return a snapshot's arrays of one kind, in their order.
+
+    Args:
+        prefix: Beginning of their names, as for `numbered`.
+        snapshot: Snapshot that has the arrays.
+    """
     return [array for key, array in snapshot.arrays.items() if key.startswith(prefix)]
 
 
@@ -92,8 +101,8 @@ def unpack(content: bytes, name: str) -> Snapshot:
         name: Name of the file, for messages.
 
     Raises:
-        Damaged: The content is not what `pack` returned, byte for byte.
-        ValueError: Another version of tfdist wrote the file.
+        Damaged: If the content is not what `pack` returned, byte for byte.
+        ValueError: If another version of tfdist wrote the file.
     """
     file = io.BytesIO(content)
     check(file, name)
@@ -113,7 +122,7 @@ class Layout:
     """Header of a snapshot file.
 
     Attributes:
-        arrays: By name, the dtype, the shape, and the position of the first byte in the file.
+        arrays: Dtype, shape, and position of the first byte in the file, by the name of the array.
         facts: The facts of the `Snapshot`.
     """
 
@@ -131,7 +140,7 @@ def check(file: Any, name: str) -> None:
         name: Name of the file, for messages.
 
     Raises:
-        Damaged: The file is not what was written.
+        Damaged: If the file is not what was written.
     """
     begin = b""
     tail = b""
@@ -162,7 +171,7 @@ def layout(file: Any, name: str) -> Layout:
         name: Name of the file, for messages.
 
     Raises:
-        ValueError: Another version of tfdist wrote the file.
+        ValueError: If another version of tfdist wrote the file.
     """
     file.seek(len(MAGIC))
     length = int.from_bytes(file.read(_LENGTH), "little")

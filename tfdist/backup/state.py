@@ -113,7 +113,7 @@ def into_model(
         first: Index of the first replica of this process.
 
     Raises:
-        ValueError: The snapshot is of another model or optimizer. Nothing has been changed then.
+        ValueError: If the snapshot is of another model or optimizer. Nothing has been changed then.
     """
     variables = _variables(model)
     if not weights_only and snapshot.facts["optimizer"] != _kind(model):
@@ -279,10 +279,10 @@ def _variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of a model, and those that a `train_step` of its own keeps beside it.
+    """Return the optimizers of a model, including those that its own `train_step` uses.
 
-    Without a strategy, the latter are built in the first step, after a snapshot is restored, and
-    are left out.
+    Without a strategy, the other optimizers are built in the first step, after a snapshot is
+    restored, and are left out.
     """
     kept = [
         x

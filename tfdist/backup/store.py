@@ -101,8 +101,8 @@ class Store:
             attempt: Attempt of that launch.
 
         Raises:
-            Superseded: A later attempt of the same launch is the writer.
-            OSError: The directory cannot be written.
+            Superseded: If a later attempt of the same launch is the writer.
+            OSError: If the directory cannot be written.
         """
         self._token = claim.claim(self.directory, launch, attempt)
 
@@ -129,8 +129,8 @@ class Store:
             The number of the snapshot.
 
         Raises:
-            OSError: The directory cannot be written. Earlier snapshots are still there.
-            Superseded: This process claimed the directory, and another one has claimed it since.
+            OSError: If the directory cannot be written. Earlier snapshots are still there.
+            Superseded: If this process claimed the directory, and another one has claimed it since.
                 Nothing was added.
         """
         names = self._names()
@@ -163,7 +163,7 @@ class Store:
             rows: Rows of this worker.
 
         Raises:
-            OSError: The directory cannot be written.
+            OSError: If the directory cannot be written.
         """
         self._write(path, rows)
 
@@ -176,7 +176,7 @@ class Store:
             snapshot: Snapshot that `newest` returned, which has checked its files.
 
         Raises:
-            OSError, tf.errors.OpError: A file cannot be read.
+            OSError, tf.errors.OpError: If a file cannot be read.
         """
         files = {}
         for path in self._rows_of(snapshot):
@@ -229,8 +229,8 @@ class Store:
         check them, and not kept in memory.
 
         Raises:
-            Damaged: There are snapshots, and all are damaged.
-            ValueError: Another version of tfdist wrote the newest one.
+            Damaged: If there are snapshots, and all are damaged.
+            ValueError: If another version of tfdist wrote the newest one.
         """
         numbers = self.numbers()
         for number in reversed(numbers):
@@ -261,9 +261,9 @@ class Store:
         """Return the snapshot in a file.
 
         Raises:
-            Damaged: The file is not what was written.
-            ValueError: Another version of tfdist wrote the file.
-            OSError, tf.errors.OpError: The file cannot be read.
+            Damaged: If the file is not what was written.
+            ValueError: If another version of tfdist wrote the file.
+            OSError, tf.errors.OpError: If the file cannot be read.
         """
         with tf.io.gfile.GFile(path, "rb") as file:
             return unpack(file.read(), path)
@@ -272,7 +272,7 @@ class Store:
         """Remove the snapshots, the claim, and the directory if nothing else is in it.
 
         Raises:
-            Superseded: This process claimed the directory, and another one has claimed it since.
+            Superseded: If this process claimed the directory, and another one has claimed it since.
                 Nothing was removed.
         """
         self._check()

@@ -30,13 +30,13 @@ def connect(address: str, timeout: float) -> socket.socket:
         timeout: Seconds for each operation on the connection.
 
     Raises:
-        OSError: There is no connection.
+        OSError: If there is no connection.
     """
     connection = socket.create_connection(split_address(address), timeout)
     try:
         # Linux can connect a free port to itself.
         if connection.getsockname() == connection.getpeername():
-            raise ConnectionRefusedError("nobody listens")
+            raise ConnectionRefusedError("no process listens")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         connection.close()
@@ -123,7 +123,7 @@ class TaskServer(socketserver.ThreadingTCPServer):
         service: Name of the service, for messages.
 
     Raises:
-        OSError: The address cannot be listened at.
+        OSError: If the address cannot be listened at.
     """
 
     allow_reuse_address = True

@@ -317,6 +317,15 @@ class ClusterSpec:
 def parse_task(text: str) -> tuple[str, int]:
     """Parse a task name such as `worker:1`.
 
+    Args:
+        text: Name of a task: its type and its index, with a colon between them.
+
+    Returns:
+        The type and the index.
+
+    Raises:
+        ValueError: If the text has another form. The message names the types.
+
     Example:
         >>> parse_task("worker:1")
         ('worker', 1)

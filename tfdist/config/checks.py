@@ -34,7 +34,7 @@ def step_range(name: str, text: str) -> tuple[int, int]:
         text: Text to parse, "steps=FIRST..LAST" or "steps=STEP".
 
     Raises:
-        ValueError: The text has another form.
+        ValueError: If the text has another form.
 
     Example:
         >>> step_range("--profile", "steps=10..15"), step_range("--profile", "steps=7")
@@ -77,7 +77,7 @@ def hint(kind: Any, name: str, path: str) -> Any:
         path: Key of the section; "" at the top level.
 
     Raises:
-        ValueError: There is no such field.
+        ValueError: If there is no such field.
     """
     hints = typing.get_type_hints(kind)
     if name not in hints:
@@ -96,7 +96,7 @@ def check(section: Any, path: str) -> None:
         path: Key of the section; "" at the top level.
 
     Raises:
-        ValueError: A value has the wrong type or is out of bounds.
+        ValueError: If a value has the wrong type or is out of bounds.
     """
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):

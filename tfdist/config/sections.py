@@ -184,7 +184,7 @@ class Sync:
         for field in dataclasses.fields(self):
             if field.name in idle and getattr(self, field.name) != field.default:
                 raise ValueError(
-                    f'sync.{field.name}: says nothing where sync.kind is "{self.kind}"; received '
+                    f'sync.{field.name}: has no effect if sync.kind is "{self.kind}"; received '
                     f"{getattr(self, field.name)!r}. Leave it out, or choose another kind."
                 )
 
@@ -262,7 +262,7 @@ class Telemetry:
         """Return the names in `backends`.
 
         Raises:
-            ValueError: A word is not a known backend.
+            ValueError: If a word is not a known backend.
 
         Example:
             >>> Telemetry(backends="console, jsonl").backend_names()
@@ -328,8 +328,8 @@ class Run:
             The Run.
 
         Raises:
-            ValueError: A key is unknown, in which case the message names the nearest known one, or
-                a value has the wrong type or range.
+            ValueError: If a key is unknown, in which case the message names the nearest known one,
+                or a value has the wrong type or range.
 
         Example:
             >>> Run.from_dict({"train": {"epoch": 3}})

@@ -40,7 +40,7 @@ def load(text: str, key: str) -> Callable[..., Any]:
         The function. A file is run once in a process, however many of its functions are loaded.
 
     Raises:
-        ValueError: There is no such file, module or function, or its code fails.
+        ValueError: If there is no such file, module or function, or its code fails.
 
     Example:
         >>> load("os.path:basename", "model.name")("a/b")

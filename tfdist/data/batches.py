@@ -1,6 +1,6 @@
 """Batches of some replicas: read, decode and transform their rows of each global batch.
 
-The caller chooses the share; see `tfdist.data.reading.Window`.
+The caller chooses the replicas; see `tfdist.data.reading.Window`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ReplicaRows(NamedTuple):
     """Rows of one global batch that belong to some replicas.
 
     Attributes:
-        data: Batch for the model, `[rows of the share, ...]`.
+        data: Batch for the model, `[replica_rows, ...]`.
         rows: Number of rows of the global batch, int64 scalar.
         fingerprint: Checksum of epoch, step and order, float64 scalar. It is equal on all workers;
             otherwise the workers read different batches.
-        numbers: Numbers of the examples, int64 `[rows of the share]`; -1 for padding.
+        numbers: Numbers of the examples, int64 `[replica_rows]`; -1 for padding.
     """
 
     data: Any

@@ -48,7 +48,7 @@ class Errors:
 
         Args:
             number: Number of the example.
-            location: Where the example is stored.
+            location: File and position where the example is stored.
 
         Returns:
             `number`, unchanged.

@@ -89,7 +89,7 @@ def locked(path: str | os.PathLike, timeout: float, purpose: str) -> Iterator[No
     Args:
         path: The file; it is created, and is not removed.
         timeout: Seconds to wait for another process that holds the lock.
-        purpose: What the lock is held for, "preparing mnist"; other processes show it in their
+        purpose: Purpose of the lock, such as "preparing mnist"; other processes show it in their
             error message.
 
     Raises:

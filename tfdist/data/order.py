@@ -1,4 +1,4 @@
-"""Deterministic order of examples in global batches, a function of seed, epoch and step.
+"""Shuffling: the deterministic order of examples, a function of seed, epoch and step.
 
 All functions are pure: they depend on no state, worker or device. A *position* is the place of an
 example in an epoch's order: step * global_batch + row. An order maps each position to an example

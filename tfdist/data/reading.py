@@ -1,4 +1,4 @@
-"""Readers that return the examples of one share of each global batch, not yet decoded.
+"""Readers of the rows of some replicas in each global batch, not yet decoded.
 
 The capabilities of the source decide between three ways of reading: single examples by number,
 files from beginning to end, or all elements of a `tf.data.Dataset`.

@@ -34,6 +34,7 @@ from tfdist.cluster.spec import DATA_WORKERS, data_workers
 from tfdist.data.batch_rows import plain
 from tfdist.data.portable import bound_to_process, graph_of
 from tfdist.keras_compat import held_bytes
+from tfdist.runtime.formatting import format_bytes
 
 # Steps that a data worker prefetches, and steps that the reader prefetches of each.
 PREFETCH_STEPS = 2
@@ -198,10 +199,10 @@ def check_portable(make: Make, name: str) -> Any:
     size = max(size, len(graph))
     if size > MAX_BYTES:
         raise ValueError(
-            f"service: the data pipeline of {name} holds {size / 2**20:.0f} MiB of data, which "
-            "would be sent to every data worker in every pass; at most "
-            f"{MAX_BYTES / 2**20:.0f} MiB are allowed. Read the examples from files, or pass "
-            "service=None."
+            f"service: the data pipeline of {name} holds {format_bytes(size, binary=True)} of "
+            "data, which would be sent to every data worker in every pass; at most "
+            f"{format_bytes(MAX_BYTES, binary=True)} are allowed. Read the examples from files, or "
+            "pass service=None."
         )
     bound = bound_to_process(graph)
     if bound:

@@ -87,16 +87,17 @@ class Images:
             Inception are trained with. "center" (default): the largest part of the result's aspect
             ratio around the centre, times `fraction`. "none": the whole image; its aspect ratio
             changes.
-        area: Smallest and largest share of the image's area, for "random".
+        area: Smallest and largest fraction of the image's area, for "random".
         aspect: Smallest and largest ratio of width to height, for "random".
-        fraction: Share of the height and width, for "center"; 0.875 is a crop of 224 from 256.
+        fraction: Fraction of the height and width, for "center"; 0.875 is a crop of 224 from 256.
         flip: Whether to mirror half of the images at random, left and right.
-        brightness: Largest value that is added to or subtracted from all pixels, as a share of 255.
+        brightness: Largest value that is added to or subtracted from all pixels, as a fraction of
+            255.
         contrast: Range of the contrast factor: distances from the image's mean are multiplied by a
             number from 1 - contrast to 1 + contrast.
         saturation: Range of the saturation factor: distances of colours from grey are multiplied by
             a number from 1 - saturation to 1 + saturation.
-        hue: Largest rotation of the colours around the grey axis, as a share of a circle, up to
+        hue: Largest rotation of the colours around the grey axis, as a fraction of a circle, up to
             0.5, in either direction.
         mean: Value subtracted from the pixels (from 0 to 255); one number, or one for each channel.
         std: Value that the pixels are divided by afterwards; one number, or one for each channel.
@@ -155,7 +156,7 @@ class Images:
             "area",
             self.area,
             len(self.area) == 2 and 0 < self.area[0] <= self.area[1] <= 1,
-            "two shares between 0 and 1, the lesser first",
+            "two fractions between 0 and 1, the lesser first",
         )
         _check(
             "aspect",
@@ -164,7 +165,10 @@ class Images:
             "two ratios, the lesser first",
         )
         _check(
-            "fraction", self.fraction, 0 < self.fraction <= 1, "a share, more than 0 and at most 1"
+            "fraction",
+            self.fraction,
+            0 < self.fraction <= 1,
+            "a fraction, more than 0 and at most 1",
         )
         for name, maximum in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0.5)):
             _check(

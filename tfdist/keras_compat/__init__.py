@@ -574,11 +574,11 @@ def pass_counters(dataset: tf.data.Dataset) -> list[Any]:
     Data pipelines of `tfdist.data` have this attribute, a counter of their passes. Those that are
     read through a cache are left out: each pass reads what the first one has read.
     """
-    found = {}
+    counters = {}
     for each in _with_inputs(dataset, until=_counts_or_caches):
         if (counter := getattr(each, "epochs", None)) is not None:
-            found[id(counter)] = counter
-    return list(found.values())
+            counters[id(counter)] = counter
+    return list(counters.values())
 
 
 def _counts_or_caches(dataset: tf.data.Dataset) -> bool:

@@ -103,8 +103,11 @@ def _build_by_step(model: keras.Model, step: Callable, data: Any) -> bool:
             log.warning(
                 "%s: the layers %s are not built, because %s cannot be traced on shapes: %s. If it "
                 "fails, call these layers on a batch in strategy.scope() before training.",
-                model.name, ", ".join(unbuilt), step.__name__, error,
-            )  # fmt: skip
+                model.name,
+                ", ".join(unbuilt),
+                step.__name__,
+                error,
+            )
         elif optimizer is not None:
             note_update(optimizer, model.trainable_variables)
     finally:

@@ -1,4 +1,4 @@
-"""Strategy scopes: finds models that train outside of them, and keeps them in `clear_session`.
+"""Strategy scopes: finds models made outside of one, and makes `clear_session` keep them.
 
 A model belongs to the strategy in whose scope it is made. A model made outside of all scopes trains
 in this process alone, and TensorFlow says nothing.
@@ -59,12 +59,12 @@ def enter(strategy: tf.distribute.Strategy) -> None:
 
 
 def check_training(model: keras.Model) -> None:
-    """Check that a model without an engine may train: it is not left out of a strategy by mistake.
+    """Check that a model without an engine is not left out of a strategy by mistake.
 
-    It may if this process has made no strategy over several replicas or processes, if it was made
-    in the scope of another strategy, or if it distributes itself (`tfdist_distributed`). Beside a
-    strategy of one process that has models of its own, there is only a warning: the model may be
-    meant to train on one device.
+    It may train if this process has made no strategy over several replicas or processes, if it was
+    made in the scope of another strategy, or if it distributes itself (`tfdist_distributed`).
+    Beside a strategy of one process that has models of its own, there is only a warning: the model
+    may be meant to train on one device.
 
     Raises:
         ValueError: If the strategy's scope was never entered, or each process of a cluster would

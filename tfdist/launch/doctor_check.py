@@ -48,7 +48,7 @@ def doctor_words(
         words += [
             "--workers",
             str(len(tasks) or flags.workers or 1),
-            "--place",
+            "--directory",
             flags.log_dir or "runs",
         ]
     if list(command[:2]) == ["tfdist", "train"] and any(

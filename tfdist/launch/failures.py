@@ -220,7 +220,7 @@ def classify(ending: Ending) -> Failure | None:
     name = signal_name(code)
     how = f"was killed by {name}" if name else f"failed with exit code {code}"
     if name and code > 0:
-        how = f"failed with exit code {code}, a shell's word for {name}"
+        how = f"failed with exit code {code}, the shell's code for {name}"
     traceback = error["traceback"].strip() if error else last_traceback(ending.log)
     details = traceback or _last_lines(ending.log)
     error_text = f"{error['type']}: {error['message']}" if error else _last_words(details)

@@ -128,7 +128,7 @@ class Membership:
             key,
             "welcome",
             launch=terms.launch_id,
-            silence=terms.host_timeout,
+            host_timeout=terms.host_timeout,
             window=terms.window,
             beat=min(BEAT_S, terms.host_timeout / 4),
         )
@@ -169,7 +169,7 @@ class Membership:
                 self._lose(
                     generation,
                     key,
-                    Report(str(host), "failed", text="it ended its workers without an order"),
+                    Report(str(host), "failed", text="it ended its workers without being asked"),
                     now,
                 )
         elif kind == "failed":

@@ -1,4 +1,4 @@
-"""Restart policy: whether to restart after a failure, and with which backoff."""
+"""Restart policy: whether to restart after a failure, and the restart backoff."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class RendezvousClient:
                 self._end(int(welcome["code"]), str(welcome["text"]))
                 raise json_channel.Closed(str(welcome["text"]))
             self._host_timeout, self._window, self._beat = (
-                float(welcome[name]) for name in ("silence", "window", "beat")
+                float(welcome[name]) for name in ("host_timeout", "window", "beat")
             )
         except json_channel.WrongToken as error:
             self._end(CONFIGURATION_CODE, str(error))

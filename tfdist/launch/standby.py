@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.launch.import_record import Imports, changed, read_imports
 from tfdist.launch.standby_process import BEGUN, READY
 from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.formatting import format_bytes
 from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, note
 from tfdist.runtime.resource_limits import cores, memory
@@ -309,8 +310,8 @@ class Standbys:
         if not self._warned_of_memory:
             self._warned_of_memory = True
             reason = (
-                f"{available / 1e9:.1f} GB of memory are available, "
-                f"{BYTES / MEMORY_SHARE / 1e9:.1f} needed"
+                f"{format_bytes(available)} of memory is available, and "
+                f"{format_bytes(BYTES / MEMORY_SHARE)} is needed"
             )
             note(self._log_dir, EVENT, what="no memory", why=reason)
             if self._count is not None:  # requested by the user

@@ -434,8 +434,8 @@ class Supervisor:
         if self._signals:
             name = signal_name(-self._signals[0])
             self._console.notice(
-                f"tfdist: {name}: ending the tasks within {self._grace:g} s; once more ends them "
-                "at once"
+                f"tfdist: {name}: ending the tasks within {self._grace:g} s; send it again to "
+                "end them at once"
             )
         hung = any(process.hang for process in group)
         all_blocked = not may_save and self._all_blocked(group)
@@ -462,7 +462,8 @@ class Supervisor:
             process.output.join(DRAIN_S)
             if not process.ended:
                 self._console.notice(
-                    f"tfdist: {process.plan.name} (pid {process.pid}) outlives SIGKILL: see `ps -l`"
+                    f"tfdist: {process.plan.name} (pid {process.pid}) did not end after SIGKILL: "
+                    "see `ps -l`"
                 )
 
     def _until_ended(

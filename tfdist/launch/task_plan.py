@@ -76,10 +76,12 @@ class TaskPlan:
             launch_protocol.PROGRESS_FILE: f"{stem}.progress",
         }
         return dataclasses.replace(
-            self, environ={**self.environ, **paths}, log_path=f"{stem}.log",
+            self,
+            environ={**self.environ, **paths},
+            log_path=f"{stem}.log",
             error_path=paths[launch_protocol.ERROR_FILE],
             progress_path=paths[launch_protocol.PROGRESS_FILE],
-        )  # fmt: skip
+        )
 
 
 def plan_tasks(

@@ -330,7 +330,7 @@ def position_of(heartbeat: HeartbeatRecord | None) -> tuple[int, int] | None:
 
 
 def _read_error(path: str) -> Mapping | None:
-    """Return the exception that a task wrote; None if there is none, or if the file is damaged."""
+    """Return the exception that a task wrote; None if the file is missing or damaged."""
     try:
         with open(path, "rb") as file:
             record = json.load(file)

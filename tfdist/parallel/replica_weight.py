@@ -1,4 +1,4 @@
-"""Weight of a replica's means and gradients in a step: its rows over those of the global batch.
+"""Weight of a replica in a step: its rows divided by the rows of the global batch.
 
 In the steps of `fit` and `evaluate` a loss on a replica is the mean over the replica's own rows,
 whoever computes it: Keras, a layer or the user. The gradients of such a mean get the replica's
@@ -22,7 +22,7 @@ Weight: TypeAlias = "float | tf.Tensor"
 
 @contextlib.contextmanager
 def weighted_step(weight: Weight) -> Iterator[None]:
-    """Mark what is computed or traced in this context as the step of a replica with this weight.
+    """Set the weight of the replica whose step is computed or traced in this context.
 
     Args:
         weight: Rows of this replica over those of the global batch: a number if it is the same at

@@ -41,7 +41,7 @@ def policy(sync_section: config.Sync) -> sync.Policy:
         sync_section: Section `sync` of the run.
 
     Raises:
-        ValueError: The policy does not accept a value of the section.
+        ValueError: If the policy does not accept a value of the section.
     """
     if sync_section.kind == "gradients":
         return sync.Gradients(
@@ -81,7 +81,7 @@ def make_model(
         The model. A model that a user's function has compiled is not compiled again.
 
     Raises:
-        ValueError: Settings are not compatible with each other or with the data.
+        ValueError: If settings are not compatible with each other or with the data.
     """
     import keras
 

@@ -26,7 +26,7 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
         function returns: a `tf.data.Dataset` of global batches at least.
 
     Raises:
-        ValueError: Settings are not compatible with the data.
+        ValueError: If settings are not compatible with the data.
     """
     import tensorflow as tf
 
@@ -119,7 +119,7 @@ def check_supervised(batches: tf.data.Dataset, options: Mapping[str, Any]) -> No
         options: Options of the model.
 
     Raises:
-        ValueError: The data are not inputs of one shape with a class each.
+        ValueError: If the data are not inputs of one shape with a class each.
     """
     spec = batches.element_spec
     _, classes = shapes(batches)

@@ -1,4 +1,4 @@
-"""The command `tfdist train`: run a configured training and write its summary."""
+"""Entry point of `tfdist train`: runs a configured training and writes its summary."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.config import user_functions
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
+from tfdist.runtime.formatting import format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
 from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 
@@ -71,7 +72,7 @@ def parse(argv: Sequence[str]) -> config.Run:
         The run's settings.
 
     Raises:
-        ValueError: A flag, file, key or value is wrong.
+        ValueError: If a flag, file, key or value is wrong.
     """
     from absl import flags
     from ml_collections import config_flags
@@ -130,7 +131,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         own, unless its name is one of the others here, such as `seconds`.
 
     Raises:
-        ValueError: Settings are not compatible with each other, the data or this machine.
+        ValueError: If settings are not compatible with each other, the data or this machine.
     """
     import keras
 
@@ -240,7 +241,7 @@ def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Pa
         The directory, which need not exist.
 
     Raises:
-        ValueError: The configured directory contains a finished run.
+        ValueError: If the configured directory contains a finished run.
     """
     if settings.output.dir is not None:
         directory = Path(settings.output.dir)
@@ -270,11 +271,7 @@ def describe(summary: dict[str, Any]) -> str:
     """
     speed = summary["examples_per_second"]
     rate = "nothing left to train" if speed is None else f"{speed:,.0f} examples/s"
-    backup = (
-        summary["backup"]
-        if os.path.isdir(summary["backup"])
-        else "none any more: training is complete"
-    )
+    backup = summary["backup"] if os.path.isdir(summary["backup"]) else "none: training is complete"
     metrics = dict(
         sorted(
             summary["metrics"].items(), key=lambda item: {"accuracy": 0, "loss": 1}.get(item[0], 2)
@@ -290,7 +287,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"after {summary['epochs']} epochs",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         *(
-            [f"  sync     {summary['bytes_per_step'] / 1e3:,.1f} kB a step sent by each replica"]
+            [f"  sync     {format_bytes(summary['bytes_per_step'])} a step sent by each replica"]
             if summary.get("bytes_per_step")
             else []
         ),

@@ -1,4 +1,4 @@
-"""One command of the command line: its help, parsing, errors, interruption and exit codes."""
+"""One command of the command line: help, parsing, errors, Ctrl-C and exit codes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Command:
     `run`. After Ctrl-C it says so, and ends with the code 130.
 
     Attributes:
-        name: What the user types, such as "tfdist doctor".
+        name: Words that the user types, such as "tfdist doctor".
         description: Text of `--help` between usage and flags, or a function that returns it.
         exit_codes: Meaning of each exit code, for the end of `--help`.
         run: Runs the command, given the flags and the words that `split` set apart. A `UsageError`
@@ -128,7 +128,7 @@ class Command:
             apart.
 
         Raises:
-            ValueError: A flag is unknown or wrong. The message names the flag, what was expected
+            ValueError: If a flag is unknown or wrong. The message names the flag, what was expected
                 and what was received.
         """
         own, words = split_config(argv) if self.takes_config else self.split(argv)
@@ -183,10 +183,12 @@ class Subcommand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Several commands below one word; only the module of the command that is called is imported.
+    """Group of commands below one word, such as `tfdist data`.
+
+    Only the module of the command that is called is imported.
 
     Attributes:
-        name: What the user types before the name of a command, such as "tfdist data".
+        name: Words that the user types before the name of a command, such as "tfdist data".
         description: Text of `--help` before the list of the commands.
         commands: The commands by their names.
         exit_codes: Meaning of each exit code, for the end of `--help`; empty if each command has

@@ -95,7 +95,7 @@ def parse_bytes(text: str, unit_required: bool = False) -> int:
         Number of bytes, at least 1.
 
     Raises:
-        ValueError: The text is not a number of bytes. The message says what was expected.
+        ValueError: If the text is not a number of bytes. The message says what was expected.
 
     Example:
         >>> parse_bytes("16GB"), parse_bytes("1.5 GiB"), parse_bytes("64k"), parse_bytes("100")

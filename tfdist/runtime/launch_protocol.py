@@ -243,7 +243,7 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
 
 
 def note_met() -> None:
-    """Tell the launcher that this process has met the other tasks of its cluster, or serves them.
+    """Tell the launcher that this process has met the other tasks, or serves them.
 
     The launcher warns of tasks that end well without it.
     """

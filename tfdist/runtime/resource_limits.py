@@ -49,8 +49,11 @@ def quota(root: Path) -> float | None:
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the allowed and the used bytes of each control group with a limit."""
     old = root / "sys/fs/cgroup/memory"
-    for group, names in [*((group, ("memory.max", "memory.current")) for group in _groups(root)),
-                         (old, ("memory.limit_in_bytes", "memory.usage_in_bytes"))]:  # fmt: skip
+    groups = [
+        *((group, ("memory.max", "memory.current")) for group in _groups(root)),
+        (old, ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ]
+    for group, names in groups:
         most, used = (read_text(group / name) for name in names)
         if most.isdecimal() and used.isdecimal():
             yield int(most), int(used)

@@ -51,10 +51,22 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
 def parse(devices: Devices, gpus: int) -> list[str]:
     """Return the device names for a user's choice, on a machine with this number of GPUs.
 
-    >>> parse(None, 0), parse(2, 0), parse(2, 4), parse("gpu", 2)
-    (['/cpu:0'], ['/cpu:0', '/cpu:1'], ['/gpu:0', '/gpu:1'], ['/gpu:0', '/gpu:1'])
-    >>> parse("cpu:0, cpu:1", 0)
-    ['/cpu:0', '/cpu:1']
+    Args:
+        devices: Number of devices, "cpu", "gpu", names of devices, or None for the default: all
+            GPUs, or else one CPU device.
+        gpus: Number of GPUs of this machine.
+
+    Returns:
+        Names such as "/gpu:0".
+
+    Raises:
+        ValueError: If the machine lacks a device, or a name is malformed or appears twice.
+
+    Example:
+        >>> parse(None, 0), parse(2, 0), parse(2, 4), parse("gpu", 2)
+        (['/cpu:0'], ['/cpu:0', '/cpu:1'], ['/gpu:0', '/gpu:1'], ['/gpu:0', '/gpu:1'])
+        >>> parse("cpu:0, cpu:1", 0)
+        ['/cpu:0', '/cpu:1']
     """
     if isinstance(devices, str) and devices.strip().isdigit():
         devices = int(devices)

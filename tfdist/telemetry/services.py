@@ -68,17 +68,31 @@ class WandbWriter:
         """Log values with the axis `epoch` or `step`.
 
         wandb's own step counter counts calls, so it matches neither of them.
+
+        Args:
+            step: Number of the epoch from 0, or number of steps done.
+            values: Numbers by name.
+            axis: Unit of `step`: "epoch" (default) or "step".
         """
         run = self._begin()
         with self._outage.tolerate():
             run.log({**values, axis: step})
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Add settings to the config of the wandb run."""
+        """Add settings to the config of the wandb run.
+
+        Args:
+            values: Settings by name.
+        """
         self._begin().config.update(dict(values), allow_val_change=True)
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Keep the values that were sent; values that are logged again appear twice."""
+        """Keep the values that were sent; values that are logged again appear twice.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
+        """
 
     def close(self) -> None:
         """Finish the wandb run."""
@@ -133,14 +147,24 @@ class MlflowWriter:
         self._run = ""
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Log values as MLflow metrics."""
+        """Log values as MLflow metrics.
+
+        Args:
+            step: Number of the epoch from 0, or number of steps done.
+            values: Numbers by name.
+            axis: Unit of `step`: "epoch" (default) or "step".
+        """
         client = self._begin()
         with self._outage.tolerate():
             for name, value in values.items():
                 client.log_metric(self._run, name, float(value), step=step)
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Log settings as MLflow parameters, except those that the run already has."""
+        """Log settings as MLflow parameters, except those that the run already has.
+
+        Args:
+            values: Settings by name.
+        """
         client = self._begin()
         existing = client.get_run(self._run).data.params
         for name, value in values.items():
@@ -150,7 +174,12 @@ class MlflowWriter:
                 client.log_param(self._run, name, value)
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Keep the values that were sent; values that are logged again appear twice."""
+        """Keep the values that were sent; values that are logged again appear twice.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
+        """
 
     def close(self) -> None:
         """Mark the MLflow run as finished."""
@@ -219,7 +248,7 @@ class _RunIdFile:
             return ""
         run_id = self._path.read_text(encoding="utf-8", errors="replace").strip()
         if not re.fullmatch(r"[\w.-]+", run_id, re.ASCII):
-            log.warning("%s: damaged: no id of a run. A new run is begun.", self._path)
+            log.warning("%s: damaged: it has no run id. A new run starts.", self._path)
             return ""
         return run_id
 

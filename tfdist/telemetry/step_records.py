@@ -95,7 +95,7 @@ def read(run: str | os.PathLike) -> dict[int, list[Window]]:
         run: Directory of the run.
 
     Raises:
-        ValueError: A file is damaged.
+        ValueError: If a file is damaged.
     """
     records = {}
     for rank, path in worker_directories(run).items():

@@ -30,16 +30,24 @@ class Writer(Protocol):
         Args:
             step: Number of the epoch from 0, or number of steps done.
             values: Numbers by name.
-            axis: Unit of `step`: "epoch" or "step".
+            axis: Unit of `step`: "epoch" (default) or "step".
         """
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Write the settings of the run, by name."""
+        """Write the settings of the run, by name.
+
+        Args:
+            values: Settings by name.
+        """
 
     def rewind(self, epoch: int, steps: int) -> None:
         """Drop the values of this epoch and later ones, and of steps after `steps`.
 
         A resumed run writes them again.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
         """
 
     def close(self) -> None:
@@ -61,17 +69,32 @@ class Telemetry:
         self.writers = tuple(writers)
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Write values to every writer."""
+        """Write values to every writer.
+
+        Args:
+            step: Number of the epoch from 0, or number of steps done.
+            values: Numbers by name.
+            axis: Unit of `step`: "epoch" (default) or "step".
+        """
         for writer in self.writers:
             writer.scalars(step, values, axis)
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Write settings to every writer."""
+        """Write settings to every writer.
+
+        Args:
+            values: Settings by name.
+        """
         for writer in self.writers:
             writer.settings(values)
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Let every writer drop the values that will be written again."""
+        """Let every writer drop the values that will be written again.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
+        """
         for writer in self.writers:
             writer.rewind(epoch, steps)
 
@@ -93,7 +116,13 @@ class ConsoleWriter:
         self.stream = stream
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Print the values on one line."""
+        """Print the values on one line.
+
+        Args:
+            step: Number of the epoch from 0, or number of steps done.
+            values: Numbers by name.
+            axis: Unit of `step`: "epoch" (default) or "step".
+        """
         words = [
             f"{axis} {step}",
             *(f"{name} {value:.4g}" for name, value in values.items() if name != "time"),
@@ -101,7 +130,11 @@ class ConsoleWriter:
         print("  ".join(words), file=self.stream or sys.stderr, flush=True)
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Print the settings on one line."""
+        """Print the settings on one line.
+
+        Args:
+            values: Settings by name.
+        """
         print(
             "  ".join(f"{name}={value}" for name, value in values.items()),
             file=self.stream or sys.stderr,
@@ -109,7 +142,12 @@ class ConsoleWriter:
         )
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Do nothing: printed lines stay."""
+        """Do nothing: printed lines stay.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
+        """
 
     def close(self) -> None:
         """Do nothing: no file is open."""
@@ -139,25 +177,40 @@ class JsonlWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Append the values as one line."""
+        """Append the values as one line.
+
+        Args:
+            step: Number of the epoch from 0, or number of steps done.
+            values: Numbers by name.
+            axis: Unit of `step`: "epoch" (default) or "step".
+        """
         key = "step" if axis == "epoch" else "batch"
         append_json(
             self.path, {key: step, **{name: float(value) for name, value in values.items()}}
         )
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Do nothing: `config.json` has the settings."""
+        """Do nothing: `config.json` has the settings.
+
+        Args:
+            values: Settings by name.
+        """
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Remove the lines that a resumed run writes again, and those that cannot be read."""
+        """Remove the lines that a resumed run writes again, and those that cannot be read.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
+        """
         if not self.path.exists():
             return
         lines = []
         for line in read_json_lines(self.path):
-            place = line.get("step", line.get("batch"))
-            if isinstance(place, bool) or not isinstance(place, int | float):
+            number = line.get("step", line.get("batch"))
+            if isinstance(number, bool) or not isinstance(number, int | float):
                 log.warning("%s: the line %.80s is damaged, and is left out.", self.path, line)
-            elif place < epoch if "step" in line else place <= steps:
+            elif number < epoch if "step" in line else number <= steps:
                 lines.append(line)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -186,7 +239,13 @@ class TensorBoardWriter:
         return self._writer
 
     def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
-        """Write the values as scalar summaries."""
+        """Write the values as scalar summaries.
+
+        Args:
+            step: Number of the epoch from 0, or number of steps done.
+            values: Numbers by name.
+            axis: Unit of `step`: "epoch" (default) or "step".
+        """
         import tensorflow as tf
 
         metadata = tf.compat.v1.SummaryMetadata(
@@ -204,7 +263,11 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """Write the settings as a table in a text summary."""
+        """Write the settings as a table in a text summary.
+
+        Args:
+            values: Settings by name.
+        """
         import tensorflow as tf
 
         rows = [f"| {name} | {value} |" for name, value in values.items()]
@@ -212,7 +275,12 @@ class TensorBoardWriter:
             tf.summary.text("settings", "\n".join(["| key | value |", "| --- | --- |", *rows]))
 
     def rewind(self, epoch: int, steps: int) -> None:
-        """Do nothing: TensorBoard drops old points once newer ones for the same steps exist."""
+        """Do nothing: TensorBoard drops old points once newer ones for the same steps exist.
+
+        Args:
+            epoch: First epoch that is written again.
+            steps: Number of steps, since training began, whose values are kept.
+        """
 
     def close(self) -> None:
         """Close the event file."""

@@ -109,12 +109,12 @@ def table(fault_reports: Sequence[FaultReport]) -> list[str]:
     Example:
         >>> kill = FaultReport("kill chief@saving", 2.0, 0.04, 9.5, 3, "snapshot-2")
         >>> print("\n".join(table([kill])))
-        fault              struck at  detected  recovered  lost steps  went on from
+        fault              struck at  detected  recovered  lost steps  resumed from
         kill chief@saving      2.0 s    0.04 s      9.5 s           3  snapshot-2
     """
     if not fault_reports:
         return ["No fault has struck."]
-    rows = [("fault", "struck at", "detected", "recovered", "lost steps", "went on from")]
+    rows = [("fault", "struck at", "detected", "recovered", "lost steps", "resumed from")]
     for fault_report in fault_reports:
         lost = "-" if fault_report.lost is None else str(fault_report.lost)
         rows.append(

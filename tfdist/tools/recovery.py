@@ -264,7 +264,9 @@ class Recovery:
             )
         if line["event"] == fault_plan.EVENT and line not in attempt.culprits:
             ended = line.get("seconds") is not None
-            return FaultReport(line["text"], when, None, None, None, "all went on" if ended else "")
+            return FaultReport(
+                line["text"], when, None, None, None, "all continued" if ended else ""
+            )
         detected = attempt.first("detected")
         later = self.attempts[index + 1 :]
         assert detected is not None
@@ -301,7 +303,7 @@ class Recovery:
 
 
 def read_recovery(log_dir: Path, reader: Reader) -> Recovery | None:
-    """Return the recovery statistics of a launch; None if its journal tells of no attempt.
+    """Return the recovery statistics of a launch; None if its journal contains no attempt.
 
     Args:
         log_dir: Directory of the launch's logs.
@@ -310,7 +312,7 @@ def read_recovery(log_dir: Path, reader: Reader) -> Recovery | None:
     path = log_dir / JOURNAL
     recovery = Recovery(reader.lines(path, check_event))
     if not recovery.attempts:
-        reader.problems.append(f"{path} tells of no attempt; it is left out")
+        reader.problems.append(f"{path} contains no attempt; it is left out")
         return None
     try:  # events contradict each other where lines between them are damaged
         _ = recovery.fault_reports, recovery.missed, recovery.interval, recovery.lost_steps

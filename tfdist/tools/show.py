@@ -113,7 +113,7 @@ def one(source: Source, number: int) -> int:
         1 if it cannot be read, else 0.
 
     Raises:
-        ValueError: There is no such example.
+        ValueError: If there is no such example.
     """
     known = source.cardinality is None or number < source.cardinality
     example = next(examples.numbered(source, np.array([number])), None) if known else None

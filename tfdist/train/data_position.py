@@ -1,4 +1,4 @@
-"""Position of a `fit` in its data set, which snapshots hold and a resumed `fit` returns to."""
+"""Position of a `fit` in its data set, saved in snapshots and restored on resume."""
 
 from __future__ import annotations
 

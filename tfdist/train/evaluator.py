@@ -217,7 +217,8 @@ class Evaluator(Hooks):
         """Return why no more checkpoint can come; an empty string if one can.
 
         Raises:
-            PeersAbsent: There is no training: no checkpoint was found and the chief did not answer.
+            PeersAbsent: If there is no training: no checkpoint was found and the chief did not
+                answer.
         """
         assert self._presence is not None
         if complete:
@@ -298,7 +299,7 @@ def find_sources(callbacks: Iterable[keras.callbacks.Callback]) -> list[Source]:
         Functions that return the checkpoints that exist when they are called.
 
     Raises:
-        ValueError: No callback writes checkpoints.
+        ValueError: If no callback writes checkpoints.
 
     Example:
         >>> source, = find_sources([keras.callbacks.ModelCheckpoint("no/such/{epoch}.keras")])
@@ -394,7 +395,7 @@ def _load(model: keras.Model, checkpoint: Checkpoint) -> None:
     """Load the weights, but not the optimizer's state.
 
     Raises:
-        OSError: The file is no checkpoint, or not one yet. Other errors of `_UNREADABLE` are
+        OSError: If the file is no checkpoint, or not one yet. Other errors of `_UNREADABLE` are
             possible.
     """
     if checkpoint.path.endswith(SUFFIX):

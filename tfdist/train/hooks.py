@@ -101,7 +101,7 @@ class Hooks:
             model: Model that is trained.
             epoch: Epoch in which `fit` continues, from 0.
             step: Number of steps of that epoch that are done.
-            position: What `data_position` returned for that step.
+            position: Result of `data_position` for that step.
 
         Returns:
             Whether it is possible.
@@ -235,7 +235,7 @@ def check_stateful(model: keras.Model, count: int, kind: str) -> None:
     Args:
         model: Any model.
         count: Number of processes or devices that compute parts of the data.
-        kind: What they are: "replicas" or "workers".
+        kind: Name of the processes or devices: "replicas" or "workers".
     """
     if count > 1 and (names := stateful_layers(model)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Metric calls: lets a step see the updates and results of its model's metrics, and probes sums.
+"""Metric calls: observes the metrics of a step, and checks whether their states add up.
 
 A metric's state over several replicas is the sum of their states if each update adds to the state,
 whatever the state was, and adds for all rows what it would add for parts of them. That is true of

@@ -1,4 +1,4 @@
-"""Define pipelines for test_audit.py, of files in the directory that the variable AUDITED names."""
+"""Define data pipelines for test_audit.py, of files in the directory that AUDITED names."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ def stream():
 
 
 def slow_stream():
-    """Return a pipeline that yields about 20 examples a second on each worker."""
+    """Return a data pipeline that yields about 20 examples a second on each worker."""
 
     def slow(record):
         def wait(x):
@@ -88,7 +88,7 @@ def slow_stream():
 
 @dataclasses.dataclass
 class Defective:
-    """Run a pipeline whose second worker takes a row of the first worker's.
+    """Run a data pipeline whose second worker takes a row of the first worker's.
 
     This happens in one step of its second epoch.
     """

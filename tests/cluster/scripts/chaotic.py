@@ -18,7 +18,9 @@ import tensorflow as tf
 
 import tfdist
 
-EXAMPLES, BATCH, EPOCHS = 100, 12, 4  # the last batch of each epoch has 4 rows
+EXAMPLES = 100
+BATCH = 12  # the last batch of each epoch has 4 rows
+EPOCHS = 4
 STEPS = -(-EXAMPLES // BATCH)
 
 

@@ -33,18 +33,18 @@ def train(directory):
         model.compile(keras.optimizers.Adam(0.001), "mse")
     x = np.random.default_rng(0).normal(size=(8, 100)).astype(np.float32)
     data = tfdist.data.pipeline((x, x[:, :1]), 4, seed=3)
-    found = {"error": None, "history": None}
+    result = {"error": None, "history": None}
     try:
-        found["history"] = model.fit(
+        result["history"] = model.fit(
             data,
             epochs=EPOCHS,
             callbacks=[tfdist.BackupAndRestore(directory, delete_checkpoint=False)],
             verbose=0,
         ).history
     except Exception as error:
-        found["error"] = [type(error).__name__, str(error)]
+        result["error"] = [type(error).__name__, str(error)]
     return {
-        **found,
+        **result,
         "iterations": int(model.optimizer.iterations.numpy()),
         "files": sorted(os.listdir(directory)) if os.path.isdir(directory) else None,
     }
@@ -54,20 +54,21 @@ def mount(*words):
     subprocess.run(["mount", *words], check=True, capture_output=True)
 
 
-def main(place, out):
-    place, found = pathlib.Path(place), {}
-    found["elsewhere"] = train(f"{place}-elsewhere")
-    mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(place))
-    directory = place / "backup"
-    filler = place / "filler"
-    size = max(file.stat().st_size for file in pathlib.Path(f"{place}-elsewhere").iterdir())
+def main(mount_point, out):
+    mount_point = pathlib.Path(mount_point)
+    results = {}
+    results["elsewhere"] = train(f"{mount_point}-elsewhere")
+    mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(mount_point))
+    directory = mount_point / "backup"
+    filler = mount_point / "filler"
+    size = max(file.stat().st_size for file in pathlib.Path(f"{mount_point}-elsewhere").iterdir())
     filler.write_bytes(
         bytes(DISK - size * 5 // 2)
     )  # with two snapshots that are kept, a third finds no room
-    found["full"] = train(directory)
+    results["full"] = train(directory)
     numbers = Store(directory).numbers()
     facts = [Store.read(Store(directory).path(number)).facts for number in numbers]
-    found["kept"] = [[number, fact["epoch"]] for number, fact in zip(numbers, facts, strict=True)]
+    results["kept"] = [[number, fact["epoch"]] for number, fact in zip(numbers, facts, strict=True)]
     with open(filler, "ab", buffering=0) as file:  # to the last byte
         for size in (4096, 1):
             while True:
@@ -76,18 +77,18 @@ def main(place, out):
                         break
                 except OSError:
                     break
-    found["no byte left"] = train(directory)
-    mount("-o", "remount,ro", str(place))
-    found["read-only"] = train(directory)
-    found["read-only, new"] = train(place / "new")
-    mount("-o", "remount,rw", str(place))
+    results["no byte left"] = train(directory)
+    mount("-o", "remount,ro", str(mount_point))
+    results["read-only"] = train(directory)
+    results["read-only, new"] = train(mount_point / "new")
+    mount("-o", "remount,rw", str(mount_point))
     filler.unlink()
-    found["room again"] = train(directory)
-    (place / "file").write_text("a file")
-    found["a file"] = train(place / "file")
-    found["below a file"] = train(place / "file" / "backup")
-    found["no such place"] = train("/proc/nowhere/backup")
-    pathlib.Path(out).write_text(json.dumps(found))
+    results["room again"] = train(directory)
+    (mount_point / "file").write_text("a file")
+    results["a file"] = train(mount_point / "file")
+    results["below a file"] = train(mount_point / "file" / "backup")
+    results["no such place"] = train("/proc/nowhere/backup")
+    pathlib.Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

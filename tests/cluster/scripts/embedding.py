@@ -79,7 +79,8 @@ class Traffic(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.start = self.end = (0, 0.0)
+        self.start = (0, 0.0)
+        self.end = (0, 0.0)
 
     def on_epoch_end(self, epoch, logs=None):
         self.end = loopback_bytes(), time.monotonic()

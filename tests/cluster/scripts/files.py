@@ -21,10 +21,8 @@ from tfdist.strategies.factory import is_chief
 CRASH_EPOCH = 2
 EPOCHS = 4
 SLOW_STEPS = 150
-LONG_TIMEOUT, LONG_STEPS = (
-    16,
-    200,
-)  # seconds, of which an eighth lies between two looks at a call; steps of 0.02 s in one call
+LONG_TIMEOUT_S = 16  # of which an eighth lies between two looks at a call
+LONG_STEPS = 200  # of 0.02 s, in one call
 
 
 def build(strategy, seed=1):
@@ -66,7 +64,7 @@ def inside_scope(strategy, own: pathlib.Path) -> list:
 
 
 def main(directory: str, stage: str) -> None:
-    strategy = tfdist.make_strategy(timeout=LONG_TIMEOUT)
+    strategy = tfdist.make_strategy(timeout=LONG_TIMEOUT_S)
     rank = 0 if is_chief(strategy) else 1
     shared = pathlib.Path(directory)
     own = shared / f"rank-{rank}"

@@ -1,4 +1,4 @@
-"""Run some steps, as `tfdist train` or as a pipeline of two stages, and print the bytes of tensors.
+"""Run steps, as `tfdist train` or in two pipeline stages, and print the bytes of tensors.
 
 For each device, these are the bytes held afterwards, those at the peak of a step, and those that a
 step sends.
@@ -27,17 +27,18 @@ next(iter(train))  # the data are in memory from here on
 def held() -> int:
     """Return the bytes in use once threads have let go of the last step's tensors."""
     gc.collect()
-    found = []
+    readings = []
     for _ in range(10):
         time.sleep(0.1)
-        found.append(tf.config.experimental.get_memory_info("CPU:0")["current"])
-    return min(found)
+        readings.append(tf.config.experimental.get_memory_info("CPU:0")["current"])
+    return min(readings)
 
 
 before = held()
 model = build.make_model(settings, strategy, train)
 if stages:
-    whole, model = model, parallel.pipeline(model, stages, microbatches=8)
+    whole = model
+    model = parallel.pipeline(whole, stages, microbatches=8)
     model.compile(settings.train.optimizer, whole.loss)
 devices = stages or strategy.num_replicas_in_sync
 resident = []

@@ -14,7 +14,9 @@ import numpy as np
 
 import tfdist
 
-EXAMPLES, BATCH, EPOCHS = 100, 12, 3  # the last batch has 4 rows
+EXAMPLES = 100
+BATCH = 12  # the last batch has 4 rows
+EPOCHS = 3
 
 
 class Kill(keras.callbacks.Callback):

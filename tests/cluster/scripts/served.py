@@ -1,4 +1,4 @@
-"""Read pipelines by way of data workers, as a task of a launch.
+"""Read data pipelines by way of data workers, as a task of a launch.
 
 The command is `served.py read DIRECTORY` or `served.py forever DIRECTORY`.
 """
@@ -18,14 +18,14 @@ EPOCHS = 2
 
 
 def by_number(directory, service):
-    """Return a pipeline of record files that hold numbers, read at random."""
+    """Return a data pipeline of record files that hold numbers, read at random."""
     return pipeline(
         records(directory, access="random"), 12, seed=3, transform=noisy, service=service
     )
 
 
 def by_file(directory, service):
-    """Return a pipeline of the record files, each read from beginning to end."""
+    """Return a data pipeline of the record files, each read from beginning to end."""
     return pipeline(
         records(directory, access="stream"),
         12,
@@ -42,7 +42,7 @@ def noisy(stored, seed):
 
 
 def read(batches, worker, workers):
-    """Return the batches that a worker gets from a pipeline in each epoch, in order."""
+    """Return the batches that a worker gets from a data pipeline in each epoch, in order."""
     share = batches.replica_rows(worker, 1, workers)
     return [
         [[x.numpy().tolist() for x in tf.nest.flatten(step)] for step in share]
@@ -54,11 +54,11 @@ def main():
     action, directory = sys.argv[1:]
     spec = ClusterSpec.from_environ()
     if action == "read":
-        found = [
+        batches = [
             read(kind(directory, True), spec.rank, len(spec.training_tasks))
             for kind in (by_number, by_file)
         ]
-        pathlib.Path(f"{spec.task}.json").write_text(json.dumps(found))
+        pathlib.Path(f"{spec.task}.json").write_text(json.dumps(batches))
         return
     steps = 0
     while True:

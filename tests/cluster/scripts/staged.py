@@ -24,7 +24,8 @@ import numpy as np  # noqa: E402
 def build():
     keras.utils.set_random_seed(5)
     inputs = keras.Input((8,))
-    first = x = keras.layers.Dense(8, activation="relu")(inputs)
+    first = keras.layers.Dense(8, activation="relu")(inputs)
+    x = first
     for _ in range(2):
         x = keras.layers.Dense(8, activation="relu")(x)
     return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Add()([x, first])))
@@ -66,7 +67,7 @@ epochs = int(sys.argv[2]) if len(sys.argv) > 2 else 2
 staged = tfdist.parallel.pipeline(
     build(), 2, microbatches=2, data=len(devices) // 2, devices=devices
 )
-found = trained(
+results = trained(
     staged,
     epochs,
     *([tfdist.BackupAndRestore(sys.argv[3], save_freq=2), Kill()] if len(sys.argv) > 3 else []),
@@ -82,4 +83,4 @@ weights = max(
     for a, b in zip(alone.weights, other.weights, strict=True)
 )
 with open(sys.argv[1], "w", encoding="utf-8") as file:
-    json.dump({"found": found, "expected": expected, "places": places, "weights": weights}, file)
+    json.dump({"staged": results, "alone": expected, "places": places, "weights": weights}, file)

@@ -36,12 +36,12 @@ def packed(snapshot=STATE):
     return b"".join(pack(snapshot))
 
 
-def same(found, expected):
-    assert found.facts == expected.facts
-    assert list(found.arrays) == list(expected.arrays)
+def same(actual, expected):
+    assert actual.facts == expected.facts
+    assert list(actual.arrays) == list(expected.arrays)
     for name, array in expected.arrays.items():
-        assert found.arrays[name].dtype == array.dtype
-        np.testing.assert_array_equal(found.arrays[name], array)
+        assert actual.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(actual.arrays[name], array)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_arrays_of_all_kinds_come_back(dtype, shape):
 # --- Damage ---------------------------------------------------------------------------------------
 def test_every_flipped_bit_is_detected():
     content = packed()
-    for place in range(len(content)):
+    for offset in range(len(content)):
         for bit in (0, 7):
             flipped = bytearray(content)
-            flipped[place] ^= 1 << bit
+            flipped[offset] ^= 1 << bit
             with pytest.raises(Damaged, match=r"^here: "):
                 unpack(bytes(flipped), "here")
 
@@ -114,9 +114,9 @@ def epoch(number):
     return Snapshot(STATE.arrays, {"epoch": number})
 
 
-@pytest.mark.parametrize("place", ["{}/a/b", "ram://{}"])
-def test_newest_snapshots_are_kept(tmp_path, place):
-    store = Store(place.format(tmp_path), keep=3)
+@pytest.mark.parametrize("location", ["{}/a/b", "ram://{}"])
+def test_newest_snapshots_are_kept(tmp_path, location):
+    store = Store(location.format(tmp_path), keep=3)
     assert store.newest() is None
     for number in range(5):
         store.write(epoch(number))
@@ -147,9 +147,9 @@ def test_damaged_snapshot_is_named_and_skipped(tmp_path, harm, caplog):
         store.newest()
 
 
-@pytest.mark.parametrize("place", ["{}", "ram://{}"])
-def test_only_requested_rows_are_read(tmp_path, place):
-    store = Store(place.format(tmp_path))
+@pytest.mark.parametrize("location", ["{}", "ram://{}"])
+def test_only_requested_rows_are_read(tmp_path, location):
+    store = Store(location.format(tmp_path))
     whole = np.arange(2**21, dtype=np.float32).reshape(4, -1)  # 8 MiB
     paths = [store.rows_path(0, "a", rank, 2) for rank in range(2)]
     for rank, path in enumerate(paths):
@@ -161,13 +161,13 @@ def test_only_requested_rows_are_read(tmp_path, place):
     tracemalloc.start()
     try:
         pieces = store.pieces(store.newest().snapshot)
-        found = shards.rows(pieces("v"), whole.shape, np.float32, replicas=16, first=7, count=2)
+        rows = shards.rows(pieces("v"), whole.shape, np.float32, replicas=16, first=7, count=2)
         assert (
             tracemalloc.get_traced_memory()[1] < 5 * 2**20
         )  # 1 MiB of numbers, and pieces of 1 MiB
     finally:
         tracemalloc.stop()
-    np.testing.assert_array_equal(found, whole.reshape(16, -1)[7:9])  # of both files
+    np.testing.assert_array_equal(rows, whole.reshape(16, -1)[7:9])  # of both files
 
 
 def test_files_of_others_stay(tmp_path):
@@ -181,7 +181,7 @@ def test_files_of_others_stay(tmp_path):
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         OSError, match=r"file/snapshot-0.tfdist: cannot be written: .*Expected a writable directory"
@@ -189,7 +189,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         Store(tmp_path / "file").write(epoch(0))
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path):
+def test_full_disk_keeps_earlier_snapshots(tmp_path):
     code = (
         "import resource, signal, sys, numpy as np\n"
         "from tfdist.backup.snapshot import Snapshot\n"
@@ -240,19 +240,19 @@ def test_writer_killed_at_any_moment_leaves_whole_snapshots(tmp_path):
             assert writer.stdout.readline() == "ready\n"
             time.sleep(wait)
             writer.send_signal(signal.SIGKILL)
-        found = Store(tmp_path).newest()
-        if found is not None:
-            found = found.snapshot
-            assert found.facts["n"] >= before
-            assert (found.arrays["x"] == found.facts["n"]).all()
-            before = found.facts["n"]
+        newest = Store(tmp_path).newest()
+        if newest is not None:
+            snapshot = newest.snapshot
+            assert snapshot.facts["n"] >= before
+            assert (snapshot.arrays["x"] == snapshot.facts["n"]).all()
+            before = snapshot.facts["n"]
     assert len([name for name in os.listdir(tmp_path) if name.endswith(".part")]) <= 1
 
 
 # --- The writer -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("place", ["{}", "ram://{}"])
-def test_the_last_to_claim_a_directory_is_the_only_writer(tmp_path, place):
-    first, second = (Store(place.format(tmp_path)) for _ in range(2))
+@pytest.mark.parametrize("location", ["{}", "ram://{}"])
+def test_the_last_to_claim_a_directory_is_the_only_writer(tmp_path, location):
+    first, second = (Store(location.format(tmp_path)) for _ in range(2))
     first.claim()
     first.write(epoch(0))
     second.claim()
@@ -280,7 +280,7 @@ def test_an_attempt_that_was_given_up_cannot_take_over(tmp_path):
         Store(tmp_path).claim("a", 0)
 
 
-def test_a_writer_whose_claim_is_gone_stops(tmp_path):
+def test_writer_without_its_claim_stops(tmp_path):
     store = Store(tmp_path)
     store.claim()
     (tmp_path / "writer.json").write_text("{")
@@ -305,7 +305,7 @@ def test_a_damaged_claim_names_no_writer(tmp_path, caplog):
         assert f"{path}: damaged" in caplog.messages.pop()
 
 
-def test_a_place_that_cannot_be_claimed_is_named(tmp_path):
+def test_directory_that_cannot_be_claimed_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         OSError, match=r"file/writer.json: cannot be written: .*Expected a writable directory"

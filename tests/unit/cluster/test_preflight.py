@@ -17,10 +17,8 @@ from tfdist.cluster import handshake, meeting, preflight
 from tfdist.cluster.addresses import PortTaken, split_address
 from tfdist.cluster.spec import ClusterSpec
 
-LONG, SHORT = (
-    80.0,
-    0.8,
-)  # seconds: a bound that no passing test reaches; one for tasks that are absent
+LONG_S = 80.0  # a bound that no passing test reaches
+SHORT_S = 0.8  # a bound for tasks that are absent
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +36,7 @@ def members(spec):
     return [spec.for_task(task.type, task.index) for task in spec.tasks]
 
 
-def meet(specs, timeout=LONG, **differences):
+def meet(specs, timeout=LONG_S, **differences):
     """Run `check` for all tasks at once and return what each raised.
 
     `differences` maps each option to its values.
@@ -67,7 +65,7 @@ def test_all_meet_and_leave_their_ports_free(jobs):
     specs = members(ClusterSpec.local(**jobs))
     started = time.monotonic()
     assert meet(specs) == [None] * len(specs)
-    assert time.monotonic() - started < LONG / 2
+    assert time.monotonic() - started < LONG_S / 2
     for spec in specs:
         with socket.create_server(split_address(spec.task.address)):
             pass
@@ -77,9 +75,11 @@ def test_late_tasks_are_waited_for_by_name():
     specs = members(ClusterSpec.local(workers=2))
     lines = []
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(preflight.check, specs[0], LONG, versions="same", progress=lines.append)
+        first = pool.submit(
+            preflight.check, specs[0], LONG_S, versions="same", progress=lines.append
+        )
         time.sleep(1)
-        preflight.check(specs[1], LONG, versions="same")
+        preflight.check(specs[1], LONG_S, versions="same")
         first.result()
     assert lines
     assert f"worker:0 waits for worker:1 at {specs[1].task.address} ([Errno 111]" in lines[0]
@@ -89,8 +89,8 @@ def test_it_listens_only_at_its_own_address():
     spec = members(ClusterSpec.local(workers=2))[0]
     port = split_address(spec.task.address)[1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(preflight.check, spec, SHORT)
-        time.sleep(SHORT / 2)
+        waiting = pool.submit(preflight.check, spec, SHORT_S)
+        time.sleep(SHORT_S / 2)
         with socket.create_connection(("127.0.0.1", port)):
             pass
         with pytest.raises(ConnectionRefusedError):
@@ -100,7 +100,7 @@ def test_it_listens_only_at_its_own_address():
 
 def test_absent_tasks_are_named_with_their_last_error():
     specs = members(ClusterSpec.local(workers=3))
-    errors = meet(specs[:2], SHORT)
+    errors = meet(specs[:2], SHORT_S)
     assert all(isinstance(error, TimeoutError) for error in errors)
     text = next(str(error) for error in errors if "gave up" not in str(error))
     assert "1 of 3 tasks are absent" in text
@@ -112,7 +112,7 @@ def test_a_name_that_never_resolves_is_an_absent_task():
         {"worker": [*ClusterSpec.local().jobs["worker"], "nowhere.invalid:2222"]}, "worker", 0
     )
     assert "worker:1 at nowhere.invalid:2222 (" in message(
-        *meet([spec], SHORT), preflight.PeersAbsent
+        *meet([spec], SHORT_S), preflight.PeersAbsent
     )
 
 
@@ -139,14 +139,14 @@ def test_different_versions():
 
 
 def test_different_attempts_wait_for_each_other():
-    errors = meet(members(ClusterSpec.local(workers=2)), SHORT, attempt=["0", "1"])
+    errors = meet(members(ClusterSpec.local(workers=2)), SHORT_S, attempt=["0", "1"])
     texts = [message(error, preflight.PeersAbsent) for error in errors]
     assert any("still attempt" in text for text in texts)  # the second to give up finds nobody
 
 
 def test_a_second_process_of_one_task_on_this_machine():
     spec = members(ClusterSpec.local(workers=2))[0]
-    kinds = {type(error) for error in meet([spec, spec], SHORT)}
+    kinds = {type(error) for error in meet([spec, spec], SHORT_S)}
     assert kinds == {preflight.PeersAbsent, PortTaken}
 
 
@@ -157,7 +157,7 @@ def test_a_second_process_of_one_task_elsewhere():
     """
     specs = members(ClusterSpec.local(workers=3))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        real = [pool.submit(preflight.check, spec, LONG, versions="same") for spec in specs[:2]]
+        real = [pool.submit(preflight.check, spec, LONG_S, versions="same") for spec in specs[:2]]
         time.sleep(0.5)
         with socket.create_connection(split_address(specs[0].task.address)) as connection:
             fields = {
@@ -210,7 +210,7 @@ def test_another_program_at_an_address(sent):
         thread = threading.Thread(target=talk)
         thread.start()
         try:
-            text = message(*meet(specs[:1], SHORT), preflight.PeersAbsent)
+            text = message(*meet(specs[:1], SHORT_S), preflight.PeersAbsent)
         finally:
             stranger.shutdown(socket.SHUT_RDWR)
             thread.join(5)
@@ -233,32 +233,32 @@ def test_another_program_at_an_address(sent):
 def test_foreign_connections_do_no_harm(sent, capsys):
     specs = members(ClusterSpec.local(workers=2))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(preflight.check, specs[0], LONG, versions="same")
+        first = pool.submit(preflight.check, specs[0], LONG_S, versions="same")
         time.sleep(0.3)
         with socket.create_connection(split_address(specs[0].task.address)) as connection:
             connection.sendall(sent)
-            preflight.check(specs[1], LONG, versions="same")
+            preflight.check(specs[1], LONG_S, versions="same")
         first.result()
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_early_connection_of_a_peers_tensorflow_delays_no_preflight(monkeypatch):
-    monkeypatch.setattr(preflight, "EXCHANGE_S", LONG)
+    monkeypatch.setattr(preflight, "EXCHANGE_S", LONG_S)
     specs = members(ClusterSpec.local(workers=2))
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(preflight.check, specs[0], LONG, versions="same")
+        first = pool.submit(preflight.check, specs[0], LONG_S, versions="same")
         time.sleep(0.3)
         with socket.create_connection(split_address(specs[0].task.address)) as connection:
             connection.sendall(
                 b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04"
             )  # of gRPC, which waits for an answer
-            preflight.check(specs[1], LONG, versions="same")
+            preflight.check(specs[1], LONG_S, versions="same")
             first.result()
-    assert time.monotonic() - started < LONG / 2
+    assert time.monotonic() - started < LONG_S / 2
 
 
-def test_own_mistakes_are_raised_at_once():
+def test_errors_of_this_task_are_raised_at_once():
     started = time.monotonic()
     specs = members(ClusterSpec.local(workers=2))
     with socket.create_server(split_address(specs[0].task.address)):
@@ -271,4 +271,4 @@ def test_own_mistakes_are_raised_at_once():
     assert "not a task of the cluster" in message(
         *meet([ClusterSpec.local()]), preflight.ConfigurationError
     )
-    assert time.monotonic() - started < LONG / 2
+    assert time.monotonic() - started < LONG_S / 2

@@ -39,11 +39,11 @@ from tfdist.run.train_command import find_directory, parse
         ),
         (
             {"sync": {"every": 4}},
-            'sync.every: says nothing where sync.kind is "gradients"; received 4. Leave it out',
+            'sync.every: has no effect if sync.kind is "gradients"; received 4. Leave it out',
         ),
         (
             {"sync": {"kind": "diloco", "clip_norm": 1}},
-            'sync.clip_norm: says nothing where sync.kind is "diloco"; received 1.0.',
+            'sync.clip_norm: has no effect if sync.kind is "diloco"; received 1.0.',
         ),
         ({"parallel": {"zero": 4}}, "parallel.zero: expected 0, 1, 2 or 3, received 4."),
     ],

@@ -91,7 +91,7 @@ def settings(tmp_path, data, model, **more):
 
 
 @pytest.mark.parametrize(("data", "rows"), [("source", 8), ("pipeline", 8), ("batches", None)])
-def test_data_are_what_a_function_returns(file, tmp_path, data, rows):
+def test_data_of_a_user_function_are_read(file, tmp_path, data, rows):
     batches = input_pipeline.pipeline(settings(tmp_path, f"{file}:{data}", "mlp"))
     assert input_pipeline.shapes(batches) == ((3,), None)
     assert sum(len(x) for x, _ in batches) == 24
@@ -149,7 +149,7 @@ def test_a_model_that_is_not_compiled_is_compiled_as_usual(file, tmp_path):
         ("{file}:source", "{file}:compiled?", "model.name: expected FILE.py:FUNCTION"),
     ],
 )
-def test_mistakes_name_their_key(file, tmp_path, data, model, message):
+def test_errors_name_the_config_key(file, tmp_path, data, model, message):
     with pytest.raises(ValueError, match=message):
         run(settings(tmp_path, data.format(file=file), model.format(file=file)))
 

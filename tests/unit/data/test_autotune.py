@@ -45,7 +45,7 @@ def test_tuner_that_a_user_asks_for_is_kept(asked):
     assert untuned(data) is data
 
 
-def test_chosen_parallelism_stays():
+def test_chosen_parallelism_is_kept():
     autotune = (
         untuned(with_autotune(tf.data.Dataset.range(4), initial_parallelism=3)).options().autotune
     )

@@ -197,12 +197,12 @@ def test_workers_together_have_the_batch(order, epoch, devices, data):
     step = data.draw(st.integers(0, max(order.steps - 1, 0)))
     batch = order.batch(epoch, step).numpy()
     rows = tf.cast(order.rows(tf.constant(step, tf.int64), tf.minimum), tf.int64)
-    found = []
+    shares = []
     for first, count in zip(itertools.accumulate([0, *devices]), devices, strict=False):
         begin, end = rows_of_replicas(rows, first, count, sum(devices), tf.minimum)
         assert (int(begin), int(end)) == rows_of_replicas(len(batch), first, count, sum(devices))
-        found.append(order.numbers(epoch, step * order.global_batch + tf.range(begin, end)))
-    np.testing.assert_array_equal(tf.concat(found, 0), batch)
+        shares.append(order.numbers(epoch, step * order.global_batch + tf.range(begin, end)))
+    np.testing.assert_array_equal(tf.concat(shares, 0), batch)
 
 
 @pytest.mark.parametrize(
@@ -320,15 +320,15 @@ def test_a_block_beyond_the_part_permutes_all_of_it():
 
 def test_all_orders_of_four_examples_are_equally_likely():
     keys = np.concatenate([keys_of_epochs(240), keys_of_seeds(240)])
-    found = map(tuple, places(np.arange(4), 4, keys))
+    permutations = map(tuple, places(np.arange(4), 4, keys))
     ranks = {order: rank for rank, order in enumerate(itertools.permutations(range(4)))}
-    assert excess([ranks[order] for order in found], 24) < LIMIT
+    assert excess([ranks[order] for order in permutations], 24) < LIMIT
 
 
 def test_all_orders_of_five_files_are_equally_likely():
-    found = tf.data.Dataset.range(3000).map(StreamOrder.of([1] * 5, 1).files).batch(3000)
+    permutations = tf.data.Dataset.range(3000).map(StreamOrder.of([1] * 5, 1).files).batch(3000)
     ranks = {order: rank for rank, order in enumerate(itertools.permutations(range(5)))}
-    assert excess([ranks[tuple(row)] for row in next(iter(found)).numpy()], 120) < LIMIT
+    assert excess([ranks[tuple(row)] for row in next(iter(permutations)).numpy()], 120) < LIMIT
 
 
 # One count for each kind of the op's ciphers: 16 bits and walks, 16, 20, 28, which has a fault of
@@ -336,18 +336,21 @@ def test_all_orders_of_five_files_are_equally_likely():
 @pytest.mark.parametrize("count", [1000, 60_000, 10**6, 2**28, 10**9])
 @pytest.mark.parametrize("keys", [keys_of_epochs, keys_of_seeds])
 def test_places_are_uniform_and_independent(keys, count):
-    found = places(count // 3 + np.arange(16), count, keys(2500 if count > 1000 else 1000))
-    sixteenth = found * 16 // count
+    positions = places(count // 3 + np.arange(16), count, keys(2500 if count > 1000 else 1000))
+    sixteenth = positions * 16 // count
     cells = min(1024, count // 50)
-    assert max(excess(sixteenth[:, place], 16) for place in range(16)) < LIMIT
+    assert max(excess(sixteenth[:, column], 16) for column in range(16)) < LIMIT
     for apart in (1, 2, 8):  # rows of a batch
         assert excess(sixteenth[:, :-apart] * 16 + sixteenth[:, apart:], 256) < LIMIT
         assert (
-            excess((found[:, apart:] - found[:, :-apart]) % count * cells // count, cells) < LIMIT
+            excess((positions[:, apart:] - positions[:, :-apart]) % count * cells // count, cells)
+            < LIMIT
         )
     for apart in (1, 2):  # epochs, or seeds
         assert excess(sixteenth[:-apart] * 16 + sixteenth[apart:], 256) < LIMIT
-        assert excess((found[apart:] - found[:-apart]) % count * cells // count, cells) < LIMIT
+        assert (
+            excess((positions[apart:] - positions[:-apart]) % count * cells // count, cells) < LIMIT
+        )
 
 
 @pytest.mark.parametrize("count", [10**6, 2**20, 2**28, 10**9])
@@ -362,15 +365,15 @@ def test_neighbours_within_an_epoch_are_independent(count):
 def test_blocks_of_a_stream_are_permuted_independently():
     order = StreamOrder.of([2**20], 16, seed=1, streams=2, block=512)
     within = np.arange(1024)[:, None] * 512 + np.arange(8)
-    found = [
+    shuffled = [
         order.shuffle_within(
             0, tf.fill([8192], tf.constant(part, tf.int64)), within.ravel(), order.part
         )
         for part in (0, 1)
     ]
-    eighth = [np.reshape(places, [1024, 8]) % 512 // 64 for places in found]
+    eighth = [np.reshape(places, [1024, 8]) % 512 // 64 for places in shuffled]
     for part in eighth:
-        assert max(excess(part[:, place], 8) for place in range(8)) < LIMIT
+        assert max(excess(part[:, column], 8) for column in range(8)) < LIMIT
         assert excess(part[:, :-1] * 8 + part[:, 1:], 64) < LIMIT
         for apart in (1, 2, 256):  # of a key's words, the op takes as few as 8 bits
             assert excess(part[:-apart] * 8 + part[apart:], 64) < LIMIT

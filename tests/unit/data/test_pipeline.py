@@ -192,13 +192,13 @@ def test_randomness_follows_from_seed_epoch_and_example(files):
         return {int(x): float(noise) for batch in batches for x, noise in batch.numpy()}
 
     one = pipeline(np.arange(COUNT), 4, transform=noisy)
-    found = seen(one)
-    assert len(found) == COUNT
-    assert found == seen(
+    noise_of = seen(one)
+    assert len(noise_of) == COUNT
+    assert noise_of == seen(
         pipeline(stream(files), 5, shuffle=False, transform=noisy)
     )  # other batches, another order and way of reading
-    assert not set(found.values()) & set(seen(one, 3).values())
-    assert not set(found.values()) & set(
+    assert not set(noise_of.values()) & set(seen(one, 3).values())
+    assert not set(noise_of.values()) & set(
         seen(pipeline(np.arange(COUNT), 4, seed=1, transform=noisy)).values()
     )
 

@@ -1,4 +1,4 @@
-"""Test that pipelines of data sets yield every example, ordered by seed and epoch alone."""
+"""Test that data pipelines of data sets yield every example, ordered by seed and epoch alone."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_a_small_buffer_moves_examples_but_little():
     places = order(data.pipeline(numbers(100), 10, shuffle=5))
     assert sorted(places) == list(range(100))
     assert places != sorted(places)
-    assert all(example < place + 5 for place, example in enumerate(places))
+    assert all(example < position + 5 for position, example in enumerate(places))
 
 
 def test_batches_are_global_and_counted():

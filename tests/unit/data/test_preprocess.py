@@ -1,6 +1,6 @@
 """Test that Keras layers learn from a source in its order and preprocess batches row by row.
 
-They do the latter inside of a pipeline.
+They do the latter inside of a data pipeline.
 """
 
 import keras

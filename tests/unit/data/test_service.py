@@ -1,4 +1,4 @@
-"""Test a pipeline by way of data workers in this process: the same elements in the same order.
+"""Test a data pipeline by way of data workers in this process: the same elements in the same order.
 
 Also test that what cannot go there is refused.
 """
@@ -49,7 +49,7 @@ def at(epoch, first):
 # --- Order ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def both(data_workers):
-    """Return a pipeline without service, and the same by way of two data workers."""
+    """Return a data pipeline without service, and the same by way of two data workers."""
     return [
         pipeline((X, Y), 4, seed=3, transform=noisy, service=addresses)
         for addresses in (None, data_workers)
@@ -71,9 +71,9 @@ def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
         [batches.replica_rows(index, 1, 2, epoch=1, first_step=1) for index in range(2)]
         for batches in both
     )
-    found = list(zip(*map(values, shares), strict=True))
-    assert len(found) == 5
-    assert found == list(zip(*map(values, expected), strict=True))
+    steps = list(zip(*map(values, shares), strict=True))
+    assert len(steps) == 5
+    assert steps == list(zip(*map(values, expected), strict=True))
 
 
 @pytest.mark.parametrize("steps", [7, None])
@@ -97,7 +97,7 @@ def test_pass_begins_and_ends_at_any_step_and_reads_its_position_once(steps, dat
         assert values(served) == [[epoch, step] for step in range(first, 7)]
 
 
-def test_structures_of_all_kinds_come_whole(data_workers):
+def test_structures_of_all_kinds_are_sent_unchanged(data_workers):
     def make(epoch, first, stride):
         def one(step):
             ragged = tf.RaggedTensor.from_row_lengths(tf.range(step), [step])
@@ -252,7 +252,7 @@ def test_a_wrong_variable_is_named(text, message):
 
 
 # --- Absence --------------------------------------------------------------------------------------
-def test_what_is_said_of_data_workers():
+def test_missing_data_workers_are_named_after_the_start_timeout():
     there = {"a:1": False, "b:1": False}
     now = [0.0]
     presences = [
@@ -274,7 +274,7 @@ def test_what_is_said_of_data_workers():
     assert service.check_workers(presences) == ""
 
 
-def test_a_data_worker_that_never_comes_is_named(monkeypatch):
+def test_data_worker_that_never_starts_is_named(monkeypatch):
     monkeypatch.setattr(service, "START_S", 1.0)
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"data:0 at {nobody} never answered"):

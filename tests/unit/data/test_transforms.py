@@ -48,7 +48,7 @@ def test_images_get_their_size_and_type(crop, dtype):
         assert (image.shape, image.dtype, label) == ((20, 30, 3), dtype, 3)
 
 
-def test_the_graph_knows_the_shape():
+def test_static_shape_is_set():
     dataset = tf.data.Dataset.from_tensors(b"").map(
         lambda x: transforms.images((20, 30), augment=True)(x, seed=[1, 2])
     )
@@ -57,7 +57,7 @@ def test_the_graph_knows_the_shape():
 
 @pytest.mark.parametrize("crop", ["random", "center", "none"])
 @pytest.mark.parametrize("known", [3, None])
-def test_the_graph_knows_the_channels_of_pixels(known, crop):
+def test_static_channels_of_pixels_are_set(known, crop):
     """A convolution fails on images of unknown channels, whatever their pixels are."""
     transform = transforms.images(8, crop=crop, brightness=0.1, hue=0.1)
     dataset = tf.data.Dataset.from_generator(
@@ -87,7 +87,7 @@ def test_a_crop_decoded_alone_is_the_crop_of_the_whole(options, quality):
         np.testing.assert_allclose(alone[:, 1:-1], whole[:, 1:-1], atol=1)
 
 
-def test_shrinking_keeps_what_is_seen():
+def test_shrinking_changes_pixels_little():
     file = tf.io.encode_jpeg(
         tf.cast(tf.image.resize(gradient(30, 40) * 3, (480, 640)), tf.uint8), quality=100
     )
@@ -154,7 +154,7 @@ def test_crop_and_flip_are_drawn_independently():
     assert np.unique(2 * mirrored + left, return_counts=True)[1].min() > 25
 
 
-def test_an_option_does_not_change_what_the_others_draw():
+def test_option_leaves_the_random_draws_of_others_unchanged():
     file = gradient(40, 60) // 2 + 60
     crops = transforms.Images(16, crop="random")(file, seed=[1, 2])
     flips = transforms.Images(16, crop="random", flip=True)(file, seed=[1, 2])
@@ -259,9 +259,9 @@ def test_a_transform_is_a_value():
         ({"size": (3, 0)}, "size: expected height and width"),
         ({"crop": "centre"}, "crop: received 'centre'. Did you mean center"),
         ({"method": "linear"}, "method: received 'linear'. Did you mean bilinear"),
-        ({"area": (0.5, 0.1)}, "area: expected two shares"),
+        ({"area": (0.5, 0.1)}, "area: expected two fractions"),
         ({"aspect": (0, 1)}, "aspect: expected two ratios"),
-        ({"fraction": 1.5}, "fraction: expected a share"),
+        ({"fraction": 1.5}, "fraction: expected a fraction"),
         ({"hue": 0.7}, "hue: expected a number from 0 to 0.5"),
         ({"brightness": -1}, "brightness: expected a number from 0 to 1"),
         ({"channels": 2}, "channels: expected 1, 3 or 4"),
@@ -299,7 +299,7 @@ def test_damaged_files_are_errors(jpegs, damage):
         transforms.images(8, crop="none")(damage(jpegs[0]))
 
 
-def test_a_truncated_file_is_an_error_wherever_the_crop_lies():
+def test_truncated_file_is_an_error_for_any_crop():
     file = tf.io.encode_jpeg(gradient(200, 200)).numpy()
     top = transforms.Images(8, crop="random", area=(0.08, 0.1))
     assert (
@@ -351,7 +351,7 @@ def test_a_chain_gives_each_its_own_seed():
         transforms.chain(lambda x, seed: x, lambda x, seeds: x)
 
 
-def test_a_chain_goes_into_a_pipeline(jpegs):
+def test_chain_of_transforms_runs_in_a_data_pipeline(jpegs):
     noise = lambda x, y, seed: (x + tf.random.stateless_uniform([], seed), y)  # noqa: E731
     both = transforms.chain(transforms.images(8, augment=True), noise, lambda x, y: (x / 255, y))
     batches = list(data.pipeline((np.array(jpegs, object), np.arange(12)), 12, transform=both))

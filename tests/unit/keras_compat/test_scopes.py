@@ -1,4 +1,4 @@
-"""Test that a model trains in a strategy's scope, and that what is meant to train alone does."""
+"""Test that a model trains in a strategy's scope, and alone where the user means it to."""
 
 import logging
 

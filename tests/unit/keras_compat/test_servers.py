@@ -23,11 +23,11 @@ config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8)
 servers = [
     tf.distribute.Server(jobs, job_name=t.type, task_index=t.index, protocol="grpc", config=config) for t in spec.tasks if t.type != "chief"
 ]
-found = {"connected": [server_compat.connected()]}
+results = {"connected": [server_compat.connected()]}
 strategy = tf.distribute.ParameterServerStrategy(
     tf.distribute.cluster_resolver.SimpleClusterResolver(jobs, task_type="chief", task_id=0, rpc_layer="grpc")
 )
-found["connected"].append(server_compat.connected())
+results["connected"].append(server_compat.connected())
 server_compat.keep_metrics_on(strategy, CHIEF)
 server_compat.trace_anywhere(strategy)
 server_compat.update_in_place(strategy)
@@ -39,20 +39,20 @@ def turn():
     workers.put(server_compat.current_worker())
 for _ in range(2):
     server_compat.schedule(coordinator, turn)
-found["workers"] = sorted(workers.get(timeout=30) for _ in range(2))
+results["workers"] = sorted(workers.get(timeout=30) for _ in range(2))
 
 with strategy.scope():
     metric = keras.metrics.Mean()
     weight = keras.Variable([1.0, 2.0], name="weight")
     optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
     optimizer.build([weight])
-found["devices"] = [tf.DeviceSpec.from_string(v.value.device).job for v in (metric.total, weight, keras_compat.step_counter(optimizer))]
+results["devices"] = [tf.DeviceSpec.from_string(v.value.device).job for v in (metric.total, weight, keras_compat.step_counter(optimizer))]
 
 step = tf.function(lambda: strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight])), autograph=False).get_concrete_function()
 for _ in range(4):
     step()
-found["updated"] = weight.numpy().tolist()
-found["counted"] = int(keras_compat.step_counter(optimizer).numpy())
+results["updated"] = weight.numpy().tolist()
+results["counted"] = int(keras_compat.step_counter(optimizer).numpy())
 
 endless = tf.function(lambda: tf.while_loop(lambda i: i >= 0, lambda i: [i * 0], [0]), autograph=False).get_concrete_function()
 run, cancel = server_compat.cancelable(endless)
@@ -61,26 +61,26 @@ try:
     with tf.device("/job:worker/replica:0/task:1"):
         run()
 except tf.errors.CancelledError:
-    found["cancelled"] = True
+    results["cancelled"] = True
 
 with keras_compat.replaced_values([weight], [tf.constant([5.0, 5.0])]):
-    found["replaced"] = keras.ops.convert_to_numpy(weight + 0.0).tolist()
-found["restored"] = weight.numpy().tolist()
+    results["replaced"] = keras.ops.convert_to_numpy(weight + 0.0).tolist()
+results["restored"] = weight.numpy().tolist()
 
 def lost(job):
     return tf.errors.UnavailableError(None, None, f"x\\nAdditional GRPC error information from remote target /job:{job}/replica:0/task:0:")
-found["failures"] = [[f(lost(job)) for job in ("worker", "ps")] for f in (server_compat.is_worker_failure, server_compat.is_server_failure)]
-found["no failure"] = [
+results["failures"] = [[f(lost(job)) for job in ("worker", "ps")] for f in (server_compat.is_worker_failure, server_compat.is_server_failure)]
+results["no failure"] = [
     f(tf.errors.InvalidArgumentError(None, None, "assertion failed")) for f in (server_compat.is_worker_failure, server_compat.is_server_failure)
 ]
-print("FOUND" + json.dumps(found), flush=True)
+print("FOUND" + json.dumps(results), flush=True)
 import os
 os._exit(0)  # servers have no end of their own
 """  # noqa: E501
 
 
 @pytest.fixture(scope="module")
-def found(run_python):
+def results(run_python):
     done = run_python(CODE)
     assert "FOUND" in done.stdout, done.stderr
     return json.loads(done.stdout.partition("FOUND")[2])
@@ -101,5 +101,5 @@ def found(run_python):
         "no failure": [False, False],
     }.items(),
 )
-def test_private_names_work_on_servers(found, what, expected):
-    assert found.get(what) == expected
+def test_private_names_work_on_servers(results, what, expected):
+    assert results.get(what) == expected

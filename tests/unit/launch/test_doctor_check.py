@@ -20,7 +20,7 @@ def test_a_doctor_that_does_not_end_is_ended_and_named(tmp_path, capfd):
         "--timeout",
         "100",
         "--quick",
-        "--place",
+        "--directory",
         str(tmp_path),
     ]
     assert doctor_check.run(flags, words, timeout=0.5) == 1

@@ -99,7 +99,7 @@ def test_absent_peers_are_no_cause_where_a_task_died():
     assert verdict.others[0].message == "error: preflight of worker:0: worker:1 is absent"
 
 
-def test_early_end_in_plain_words():
+def test_early_end_is_explained():
     verdict = judge([victim("worker:0", 5.0), Ending("worker:1", 0, 4.0), victim("worker:2", 5.5)])
     assert verdict.cause.how == "ended with code 0 while worker:0 and worker:2 still needed it"
 

@@ -50,13 +50,13 @@ def half_way(flags):
 )
 def test_a_refusal_is_named_and_changes_nothing(unshare, platform, refusal):
     before = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")
-    found = isolation.isolate(unshare, platform)
-    assert found.endswith(refusal)
+    reason = isolation.isolate(unshare, platform)
+    assert reason.endswith(refusal)
     assert (os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")) == before
-    text = isolation.warning(found, colour=True)
+    text = isolation.warning(reason, colour=True)
     assert text.startswith("\x1b[1;31mWARNING: other hosts may reach these tasks.\x1b[0m\n")
     assert all(
-        part in text for part in (found, "without authentication", "firewall", "--allow-remote")
+        part in text for part in (reason, "without authentication", "firewall", "--allow-remote")
     )
 
 
@@ -70,7 +70,7 @@ assert os.readlink("/proc/self/ns/net") == before
 """
 
 
-def test_a_process_of_several_threads_stays(run_python):
+def test_process_with_several_threads_is_not_isolated(run_python):
     run = run_python(THREADS)
     assert run.returncode == 0, run.stderr
     if run.stdout != "this process has several threads, of which only one would move\n":
@@ -119,7 +119,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_a_failure_for_want_of_a_network_says_so(words):
+def test_failure_caused_by_missing_network_is_explained(words):
     endings = [
         Ending("worker:0", 1, 5.0, log=f"epoch 1\n{words}\n"),
         Ending("worker:1", -15, 9.0, signalled=8.0),

@@ -16,7 +16,8 @@ from tfdist.launch import json_channel
 
 TOKEN = b"0123456789abcdef"
 OTHER = b"0123456789abcdeg"
-LONG, SHORT = 20.0, 0.3  # seconds: a bound that no passing test reaches; one that is to be reached
+LONG_S = 20.0  # a bound that no passing test reaches
+SHORT_S = 0.3  # a bound that is to be reached
 
 
 @contextlib.contextmanager
@@ -26,16 +27,16 @@ def server():
         socket.create_server(("127.0.0.1", 0)) as listener,
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
-        listener.settimeout(LONG)
+        listener.settimeout(LONG_S)
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}", pool
 
 
 @contextlib.contextmanager
-def stranger(timeout=LONG):
-    """Yield a raw connection to a server, and the future of what the server accepts."""
+def stranger(timeout=LONG_S):
+    """Yield a raw connection to a server, and the future of the channel that the server accepts."""
     with server() as (listener, address, pool):
         accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN, timeout))
-        with socket.create_connection(json_channel.split_address(address), timeout=LONG) as raw:
+        with socket.create_connection(json_channel.split_address(address), timeout=LONG_S) as raw:
             yield raw, accepted
 
 
@@ -47,7 +48,7 @@ def middle():
     """
     with server() as (listener, address, pool):
         with socket.create_server(("127.0.0.1", 0)) as outer:
-            outer.settimeout(LONG)
+            outer.settimeout(LONG_S)
             there = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
             here = pool.submit(
                 lambda: json_channel.connect(f"127.0.0.1:{outer.getsockname()[1]}", TOKEN)
@@ -55,14 +56,14 @@ def middle():
             with (
                 outer.accept()[0] as client,
                 socket.create_connection(
-                    json_channel.split_address(address), timeout=LONG
+                    json_channel.split_address(address), timeout=LONG_S
                 ) as service,
             ):
-                client.settimeout(LONG)
+                client.settimeout(LONG_S)
                 client.sendall(line(service))
                 service.sendall(line(client))
                 client.sendall(line(service))
-                channels = here.result(LONG), there.result(LONG)
+                channels = here.result(LONG_S), there.result(LONG_S)
                 yield *channels, client, service
                 for channel in channels:
                     channel.close()
@@ -73,7 +74,7 @@ def pair():
     with server() as (listener, address, pool):
         there = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
         here = json_channel.connect(address, TOKEN)
-        yield here, there.result(LONG)
+        yield here, there.result(LONG_S)
         here.close()
         there.result().close()
 
@@ -92,16 +93,16 @@ def test_messages_go_both_ways_in_order(pair):
     for i in range(3):
         here.send({"i": i, "text": "ä\n"})
         there.send({"answer": i})
-    assert [there.receive(LONG) for _ in range(3)] == [{"i": i, "text": "ä\n"} for i in range(3)]
-    assert [here.receive(LONG)["answer"] for _ in range(3)] == [0, 1, 2]
+    assert [there.receive(LONG_S) for _ in range(3)] == [{"i": i, "text": "ä\n"} for i in range(3)]
+    assert [here.receive(LONG_S)["answer"] for _ in range(3)] == [0, 1, 2]
     assert here.receive(0) is None
     here.close()
     here.close()
     with pytest.raises(json_channel.Closed, match=r"127\.0\.0\.1:\d+ closed the connection"):
-        there.receive(LONG)
+        there.receive(LONG_S)
 
 
-def test_many_threads_send_and_a_large_message_comes_whole(pair):
+def test_many_threads_send_and_a_large_message_arrives_complete(pair):
     here, there = pair
     threads = [
         threading.Thread(
@@ -111,17 +112,17 @@ def test_many_threads_send_and_a_large_message_comes_whole(pair):
     ]
     for thread in threads:
         thread.start()
-    received = [there.receive(LONG)["from"] for _ in range(80)]
+    received = [there.receive(LONG_S)["from"] for _ in range(80)]
     for thread in threads:
-        thread.join(LONG)
+        thread.join(LONG_S)
     assert sorted(received) == sorted([0, 1, 2, 3] * 20)
     with pytest.raises(json_channel.TooLong, match="not sent"):
         here.send({"text": "x" * json_channel.LINE_BYTES})
     here.send({"still": "usable"})
-    assert there.receive(LONG) == {"still": "usable"}
+    assert there.receive(LONG_S) == {"still": "usable"}
 
 
-def test_another_token_is_refused_and_both_sides_say_whom():
+def test_another_token_is_refused_and_both_sides_name_the_peer():
     with server() as (listener, address, pool):
         accepted = pool.submit(lambda: json_channel.accept(listener.accept()[0], TOKEN))
         with pytest.raises(
@@ -131,10 +132,10 @@ def test_another_token_is_refused_and_both_sides_say_whom():
         with pytest.raises(
             json_channel.WrongToken, match=r"127\.0\.0\.1:\d+ does not know the token"
         ):
-            accepted.result(LONG)
+            accepted.result(LONG_S)
 
 
-def test_a_server_must_prove_that_it_knows_the_token():
+def test_server_must_prove_that_it_has_the_token():
     """Test that a peer that sends back the client's own proof, or any other, gets no channel.
 
     It learns nothing.
@@ -151,7 +152,7 @@ def test_a_server_must_prove_that_it_knows_the_token():
             done = pool.submit(impostor, echo)
             with pytest.raises(json_channel.WrongToken, match=f"{address} does not know"):
                 json_channel.connect(address, TOKEN)
-            done.result(LONG)
+            done.result(LONG_S)
 
 
 def test_replayed_handshake_is_refused():
@@ -161,12 +162,12 @@ def test_replayed_handshake_is_refused():
             connection.sendall(b"tfdist-wire 1 " + b"0" * 64 + b"\n")
             recorded = line(connection)
         with pytest.raises(json_channel.Closed):
-            client.result(LONG)
+            client.result(LONG_S)
     with stranger() as (raw, accepted):
         line(raw)
         raw.sendall(recorded)
         with pytest.raises(json_channel.WrongToken):
-            accepted.result(LONG)
+            accepted.result(LONG_S)
         assert line(raw) == b"wrong token\n"
         assert raw.recv(1) == b""
 
@@ -179,9 +180,9 @@ def test_a_changed_line_is_refused(part):
         data[part] = ord("1") if data[part] != ord("1") else ord("2")
         service.sendall(data)
         with pytest.raises(json_channel.Tampered, match=r"127\.0\.0\.1:\d+: line 0 was changed"):
-            there.receive(LONG)
+            there.receive(LONG_S)
         with pytest.raises(json_channel.Closed):
-            there.receive(LONG)
+            there.receive(LONG_S)
 
 
 def test_a_repeated_a_missing_and_a_reflected_line_are_refused():
@@ -189,21 +190,21 @@ def test_a_repeated_a_missing_and_a_reflected_line_are_refused():
         here.send({"i": 0})
         first = line(client)
         service.sendall(first + first)
-        assert there.receive(LONG) == {"i": 0}
+        assert there.receive(LONG_S) == {"i": 0}
         with pytest.raises(json_channel.Replayed, match="expected line 1, received line 0"):
-            there.receive(LONG)
+            there.receive(LONG_S)
     with middle() as (here, there, client, service):
         here.send({"i": 0})
         here.send({"i": 1})
         line(client)
         service.sendall(line(client))
         with pytest.raises(json_channel.Replayed, match="expected line 0, received line 1"):
-            there.receive(LONG)
+            there.receive(LONG_S)
     with middle() as (here, there, client, service):
         here.send({"i": 0})
         client.sendall(line(client))
         with pytest.raises(json_channel.Tampered):
-            here.receive(LONG)
+            here.receive(LONG_S)
 
 
 def test_a_line_of_another_session_is_refused():
@@ -213,7 +214,7 @@ def test_a_line_of_another_session_is_refused():
     with middle() as (_, there, _, service):
         service.sendall(recorded)
         with pytest.raises(json_channel.Tampered):
-            there.receive(LONG)
+            there.receive(LONG_S)
 
 
 @pytest.mark.parametrize(
@@ -223,18 +224,18 @@ def test_garbage_is_refused(data):
     with stranger() as (raw, accepted):
         raw.sendall(data)
         with pytest.raises(json_channel.Garbage, match=r"127\.0\.0\.1:\d+ is no tfdist launcher"):
-            accepted.result(LONG)
+            accepted.result(LONG_S)
     with middle() as (_, there, _, service):
         service.sendall(data)
         with pytest.raises((json_channel.Garbage, json_channel.Tampered)):
-            there.receive(LONG)
+            there.receive(LONG_S)
 
 
-def test_what_knows_the_token_but_sends_no_object_is_refused(pair):
+def test_peer_that_sends_no_object_is_refused(pair):
     here, there = pair
     here.send([1])
     with pytest.raises(json_channel.Garbage, match="no object"):
-        there.receive(LONG)
+        there.receive(LONG_S)
 
 
 def test_json_is_all_that_is_read(monkeypatch, pair):
@@ -243,7 +244,7 @@ def test_json_is_all_that_is_read(monkeypatch, pair):
     here.send({})
     monkeypatch.setattr(json_channel.json, "dumps", json.dumps)
     with pytest.raises(json_channel.Garbage, match="no JSON"):
-        there.receive(LONG)
+        there.receive(LONG_S)
 
 
 def test_a_server_of_another_kind_is_named():
@@ -257,43 +258,43 @@ def test_a_server_of_another_kind_is_named():
         done = pool.submit(ssh)
         with pytest.raises(json_channel.Garbage, match=f"{address}.* it sent b'SSH-2.0"):
             json_channel.connect(address, TOKEN)
-        done.result(LONG)
+        done.result(LONG_S)
 
 
 def test_lines_that_never_end_are_refused():
     with stranger() as (raw, accepted):
         raw.sendall(b"0" * 10_000)
         with pytest.raises(json_channel.TooLong, match="more than 256 bytes"):
-            accepted.result(LONG)
+            accepted.result(LONG_S)
     with middle() as (_, there, _, service), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        received = pool.submit(there.receive, LONG)
+        received = pool.submit(there.receive, LONG_S)
         with contextlib.suppress(OSError):  # it hangs up before it has read all
             service.sendall(b"0" * (2 * json_channel.LINE_BYTES))
         with pytest.raises(
             json_channel.TooLong, match=f"more than {json_channel.LINE_BYTES} bytes"
         ):
-            received.result(LONG)
+            received.result(LONG_S)
 
 
 def test_silent_or_slow_peer_is_dropped():
     with (
-        stranger(SHORT) as (_, accepted),
+        stranger(SHORT_S) as (_, accepted),
         pytest.raises(json_channel.TooSlow, match="did not send its answer in time"),
     ):
-        accepted.result(LONG)
-    with stranger(SHORT) as (raw, accepted):
+        accepted.result(LONG_S)
+    with stranger(SHORT_S) as (raw, accepted):
         started = time.monotonic()
         with contextlib.suppress(OSError):
-            while not accepted.done() and time.monotonic() - started < LONG:
+            while not accepted.done() and time.monotonic() - started < LONG_S:
                 raw.sendall(b"0")
-                time.sleep(SHORT / 10)
+                time.sleep(SHORT_S / 10)
         with pytest.raises(json_channel.TooSlow):
-            accepted.result(LONG)
+            accepted.result(LONG_S)
     with (
         server() as (_, address, _),
         pytest.raises(json_channel.TooSlow, match=f"{address} did not send its greeting"),
     ):
-        json_channel.connect(address, TOKEN, SHORT)
+        json_channel.connect(address, TOKEN, SHORT_S)
 
 
 def test_peer_that_does_not_read_is_dropped(pair):
@@ -301,7 +302,7 @@ def test_peer_that_does_not_read_is_dropped(pair):
 
     def fill():
         while True:
-            here.send({"text": "x" * (json_channel.LINE_BYTES // 2)}, SHORT)
+            here.send({"text": "x" * (json_channel.LINE_BYTES // 2)}, SHORT_S)
 
     with pytest.raises(json_channel.TooSlow, match="does not read"):
         fill()

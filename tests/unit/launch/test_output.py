@@ -82,7 +82,7 @@ def test_without_a_terminal_a_bar_is_a_line_now_and_then(console):
     assert out.getvalue() == "[worker:0] 2/3\n"
 
 
-def test_a_reader_who_left_does_not_stop_the_run(console):
+def test_closed_output_pipe_does_not_stop_the_run(console):
     board, out, err = console()
     out.close()
     board.show("worker:0", ["a"], "", False)

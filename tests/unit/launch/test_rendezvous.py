@@ -23,7 +23,7 @@ from tfdist.launch.rendezvous import Rendezvous
 from tfdist.launch.rendezvous_client import RendezvousClient
 
 TOKEN = b"0123456789abcdef"
-LONG = 20.0  # seconds: a bound that no passing test reaches
+LONG_S = 20.0  # a bound that no passing test reaches
 SILENCE = 1.0  # a loaded machine holds up a thread for less
 WINDOW = 0.5
 NEVER = 600.0
@@ -69,7 +69,7 @@ class House:
             "window": WINDOW,
             "host_timeout": SILENCE,
             "timeout": NEVER,
-            "grace": LONG,
+            "grace": LONG_S,
             **terms,
         }
         decide = decide or limited(restarts)
@@ -89,7 +89,7 @@ class House:
         return self.server
 
     def join(self, name, slots=1, digest="train.py", address=None, **options):
-        options = {"token": TOKEN, "host": "127.0.0.1", "join_timeout": LONG, **options}
+        options = {"token": TOKEN, "host": "127.0.0.1", "join_timeout": LONG_S, **options}
         joined = RendezvousClient(
             address or self.server.address, slots=slots, command_digest=digest, name=name, **options
         )
@@ -104,7 +104,7 @@ class House:
 
     def says(self, text):
         """Wait until a line of the log contains this text."""
-        limit = time.monotonic() + LONG
+        limit = time.monotonic() + LONG_S
         while not any(text in line for line in list(self.lines)):
             assert time.monotonic() < limit, f"nobody said {text!r}:\n" + "\n".join(self.lines)
             time.sleep(0.01)
@@ -128,7 +128,7 @@ def _ends(thread):
 
 def get(one, kind):
     """Return the member's next order, which is of that kind."""
-    order = one.order(LONG)
+    order = one.order(LONG_S)
     assert isinstance(order, kind), order
     return order
 
@@ -166,7 +166,7 @@ def test_two_hosts_form_a_generation_and_finish_when_all_are_done(house):
     assert server.wait(0.1) is None
     b.done()
     finishes(0, "all 3 workers done", a, b)
-    assert server.wait(LONG) == Finish(0, "all 3 workers done")
+    assert server.wait(LONG_S) == Finish(0, "all 3 workers done")
     house.says("generation 0: 3 workers on a (127.0.0.1) (1), b (127.0.0.1) (2)")
 
 
@@ -202,7 +202,7 @@ def test_host_above_the_maximum_is_spare_and_replaces_a_lost_one(house):
     assert house.outcomes[0].cause.what == "lost"
 
 
-def test_a_host_that_leaves_is_a_loss_and_takes_its_place_again(house):
+def test_host_that_leaves_counts_as_lost_and_can_rejoin(house):
     house.serve(1, 2, restarts=1, window=1.0)
     a, b = house.pair()
     starts(a, b)
@@ -241,7 +241,7 @@ def test_missing_hosts_are_named_after_the_timeout(house):
         "Missing: hosts that never joined",
         a,
     )
-    assert server.wait(LONG).code == 75
+    assert server.wait(LONG_S).code == 75
     finishes(75, "never joined", house.join("late"))
 
 
@@ -269,12 +269,12 @@ def test_foreign_connections_do_no_harm(house):
     house.serve(1, 2, window=WINDOW)
     address = split_address(house.server.address)
     with contextlib.ExitStack() as stack:
-        raws = [stack.enter_context(socket.create_connection(address, LONG)) for _ in range(5)]
+        raws = [stack.enter_context(socket.create_connection(address, LONG_S)) for _ in range(5)]
         raws[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
         raws[1].sendall(b"0" * 5000)
         channel = json_channel.connect(house.server.address, TOKEN)
         channel.send({"do": "join", "slots": "many"})
-        assert channel.receive(LONG)["code"] == 78
+        assert channel.receive(LONG_S)["code"] == 78
         channel.close()
         starts(house.join("a"))
     house.says("rejected a connection")
@@ -320,7 +320,7 @@ def test_the_policy_ends_it(house):
         if not last:
             starts(a, b)
     finishes(3, "b (127.0.0.1): KeyError: 1; all 1 restarts are used", a, b)
-    assert server.wait(LONG).code == 3
+    assert server.wait(LONG_S).code == 3
 
 
 def test_a_policy_that_fails_ends_it_too(house):
@@ -355,7 +355,7 @@ def test_reports_of_an_older_generation_are_ignored(house):
     heard = {}
 
     def until(word):
-        limit = time.monotonic() + LONG
+        limit = time.monotonic() + LONG_S
         while word not in heard:
             assert time.monotonic() < limit
             message = channel.receive(0.05) or {}
@@ -426,7 +426,7 @@ def test_only_the_first_host_can_serve_and_only_at_its_address(house):
         house.serve(1, 1, address="192.0.2.1:2222")  # reserved for documentation
     assert elsewhere.value.errno == errno.EADDRNOTAVAIL
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", split_address(house.server.address)[1]), LONG)
+        socket.create_connection(("127.0.0.2", split_address(house.server.address)[1]), LONG_S)
 
 
 def test_a_name_of_this_machine_alone_is_warned_of(house):
@@ -452,7 +452,7 @@ def test_the_rendezvous_vanishes(house):
     code = (
         "import sys, time\nfrom tfdist.launch.rendezvous import Rendezvous, Terms\n"
         f"Rendezvous({address!r}, {TOKEN!r}, Terms(2, 2, window={WINDOW}), decide=print)\n"
-        f"time.sleep({4 * LONG})"
+        f"time.sleep({4 * LONG_S})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), start_new_session=True
@@ -471,7 +471,7 @@ def test_the_rendezvous_vanishes(house):
         )
     finally:
         process.kill()
-        process.wait(LONG)
+        process.wait(LONG_S)
 
 
 def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
@@ -481,7 +481,7 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
         "from tfdist.launch.rendezvous_client import RendezvousClient\n"
         f"with RendezvousClient({house.server.address!r}, {TOKEN!r}, '127.0.0.1', 1, 'train.py', "
         "name='b') as b:\n"
-        f"  for order in iter(lambda: b.order({LONG}), None):\n"
+        f"  for order in iter(lambda: b.order({LONG_S}), None):\n"
         "    print(type(order).__name__, flush=True)\n"
         "    if type(order).__name__ in ('Cut', 'Finish'): break\n"
     )
@@ -508,12 +508,12 @@ def test_a_frozen_launcher_is_lost_and_cuts_as_soon_as_it_wakes(house):
             assert get(a, Start).count == 1
             os.kill(process.pid, signal.SIGCONT)
             assert process.stdout.readline() == "Cut\n"
-            process.wait(LONG)
+            process.wait(LONG_S)
         finally:
             process.kill()
 
 
-def test_the_first_launcher_ends_and_says_so(house):
+def test_first_launcher_reports_its_end(house):
     house.serve(2, 2)
     a = house.join("a")
     b = house.join("b")
@@ -523,7 +523,7 @@ def test_the_first_launcher_ends_and_says_so(house):
 
 
 def test_late_message_is_not_taken_for_the_next_generation(house):
-    """It still ends what was cut off when the next order is there already."""
+    """It still ends the isolated tasks when the next order has already arrived."""
     house.serve(1, 2, grace=0.2, restarts=9)
     a, b = house.pair()
     starts(a, b)
@@ -568,7 +568,7 @@ class Network:
                 if self.cut.is_set():
                     near.close()
                     continue
-                far = socket.create_connection(self._target, LONG)
+                far = socket.create_connection(self._target, LONG_S)
                 for one, other in ((near, far), (far, near)):
                     self._pool.submit(self._carry, one, other)
 
@@ -594,7 +594,7 @@ class Network:
                     other.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_partitioned_host_cuts_before_the_others_go_on_and_comes_back(house):
+def test_partitioned_host_stops_before_the_others_continue_and_rejoins(house):
     house.serve(1, 2, restarts=1, window=2.0)
     with Network(house.server.address) as network:
         a = house.join("a")
@@ -641,7 +641,7 @@ def test_job_shrinks_without_a_partitioned_host_and_grows_back(house):
 
 
 class Table:
-    """Drive a membership whose hosts answer as told."""
+    """Drive a membership whose hosts answer as the test decides."""
 
     def __init__(self, min_workers, max_workers, **terms):
         self.now = 0.0
@@ -708,7 +708,8 @@ class Table:
             self.step()
 
     def take(self):
-        words, self.words = self.words, []
+        words = self.words
+        self.words = []
         return words
 
 
@@ -875,7 +876,7 @@ def test_commands_that_differ_late_differ():
 
 
 class World:
-    """Test what must always hold for hosts that join, fail, fall silent, dawdle and return.
+    """Test the invariants for hosts that join, fail, fall silent, dawdle and return.
 
     They do so at random.
     """
@@ -890,7 +891,7 @@ class World:
         self.hosts = {}  # key -> id
         self.slots = {f"id-{i}": self.random.randint(1, 3) for i in range(5)}
         self.running = {}  # key -> the generation whose workers run there
-        self.told = {}  # key -> the generation that it is to stop
+        self.stopping = {}  # key -> the generation that it is to stop
         self.mute = set()
         self.last_counts = []
         terms = Terms(self.low, self.high, window=3.0, host_timeout=5.0, timeout=100.0, grace=8.0)
@@ -906,9 +907,11 @@ class World:
         for key in list(self.hosts):
             if key not in self.mute:
                 self.membership.receive(key, {"do": "beat", "number": 0}, self.now)
-                if key in self.told and (calm or self.random.random() < 0.2):
+                if key in self.stopping and (calm or self.random.random() < 0.2):
                     self.report(
-                        key, self.told[key], self.random.choice(("stopped", "failed", "preempted"))
+                        key,
+                        self.stopping[key],
+                        self.random.choice(("stopped", "failed", "preempted")),
                     )
         if not calm and self.random.random() < 0.08:
             self.trouble()
@@ -963,11 +966,11 @@ class World:
 
     def report(self, key, generation, word, **facts):
         self.running.pop(key, None)
-        self.told.pop(key, None)
+        self.stopping.pop(key, None)
         self.membership.receive(key, {"do": word, "generation": generation, **facts}, self.now)
 
     def lose(self, key):
-        for known in (self.hosts, self.running, self.told):
+        for known in (self.hosts, self.running, self.stopping):
             known.pop(key, None)
         self.mute.discard(key)
 
@@ -990,13 +993,14 @@ class World:
                 )
                 starts.append((key, message))
             elif message["do"] == "stop" and self.running.get(key) == message["generation"]:
-                self.told[key] = message["generation"]
+                self.stopping[key] = message["generation"]
         if starts:
             generations = {message["generation"] for _, message in starts}
             (generation,) = generations
             assert generation > self.last
             self.last = generation
-            counts = self.last_counts = [message["count"] for _, message in starts]
+            counts = [message["count"] for _, message in starts]
+            self.last_counts = counts
             assert self.low <= sum(counts) <= self.high
             assert [message["first"] for _, message in starts] == [
                 sum(counts[:i]) for i in range(len(counts))
@@ -1015,7 +1019,7 @@ def test_generations_never_overlap_and_all_hosts_work_in_the_end(seed):
             world.step(calm=True)
         if world.membership.finish is None:
             assert sum(world.last_counts) == min(world.high, sum(world.slots.values()))
-            assert not world.told
+            assert not world.stopping
             assert world.running
             for key in list(world.running):
                 world.report(key, world.running[key], "done")
@@ -1025,7 +1029,7 @@ def test_generations_never_overlap_and_all_hosts_work_in_the_end(seed):
     assert world.membership.finish.code == 75
 
 
-def test_a_host_that_comes_back_before_its_old_connection_is_known_to_be_dead():
+def test_host_rejoins_before_its_old_connection_is_known_to_be_dead():
     table = Table(1, 2)
     table.join(1)
     table.join(2)

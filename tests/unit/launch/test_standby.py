@@ -1,4 +1,4 @@
-"""Test standby processes: what they take over, fresh processes instead of them, and their end."""
+"""Test standby processes: the tasks they take over, fresh processes instead, and their end."""
 
 import dataclasses
 import json
@@ -140,7 +140,7 @@ def facts_of(popen, tmp_path):
     )
 
 
-def test_a_script_cannot_tell_the_difference(standbys, plan, tmp_path, monkeypatch):
+def test_script_runs_the_same_in_a_standby_process(standbys, plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     own, _ = standbys(1)
@@ -296,8 +296,8 @@ def test_without_memory_there_is_no_standby_and_a_warning(standbys, plan, tmp_pa
     own.keep([plan()], True)
     assert not own._pool
     assert said == [
-        "tfdist: --standby 2: no standby process, because 1.0 GB of memory are available, "
-        "1.5 needed"
+        "tfdist: --standby 2: no standby process, because 1 GB of memory is available, and "
+        "1.47 GB is needed"
     ]
     quiet, said = standbys(None, lambda: 10**9)
     quiet.keep([plan()], True)
@@ -381,7 +381,7 @@ time.sleep(60)
 
 
 # --- What is recorded -----------------------------------------------------------------------------
-def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
+def test_imports_and_earlier_changes_of_the_environment_are_recorded(tmp_path):
     environ = {"TF_A": "1", "TF_GONE": "1", "MINE": "1"}
     path = tmp_path / "imports"
     recorder = ImportRecorder(str(path), environ)
@@ -394,9 +394,9 @@ def test_imports_and_what_the_task_changed_before_are_recorded(tmp_path):
     environ["TF_A"] = "3"
     for name in ("tensorflow", "tensorflow.python", "tfdist.__main__"):
         recorder.find_spec(name)
-    found = read_imports(str(path))
-    assert found.modules == ("tfdist.runtime.formatting", "keras", "tensorflow")
-    assert found.environ == {"TF_A": "2", "TF_GONE": None}
+    recorded = read_imports(str(path))
+    assert recorded.modules == ("tfdist.runtime.formatting", "keras", "tensorflow")
+    assert recorded.environ == {"TF_A": "2", "TF_GONE": None}
 
 
 def test_import_record_that_cannot_be_written_or_read_is_ignored(tmp_path):

@@ -1,4 +1,4 @@
-"""Test that the launcher survives what a task leaves behind."""
+"""Test that the launcher survives damaged files of a task."""
 
 import json
 
@@ -28,7 +28,7 @@ def test_an_error_file_is_read_as_it_was_written(tmp_path):
         json.dumps({"type": "A", "message": "", "traceback": "", "time": "now"}).encode(),
     ],
 )
-def test_a_damaged_error_file_tells_nothing(tmp_path, content):
+def test_damaged_error_file_is_ignored(tmp_path, content):
     path = tmp_path / "worker-0.error.json"
     path.write_bytes(content)
     assert _read_error(str(path)) is None

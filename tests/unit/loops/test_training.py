@@ -13,10 +13,8 @@ import tensorflow as tf
 import tfdist
 from tfdist import loops
 
-ROWS, GLOBAL_BATCH = (
-    25,
-    8,
-)  # three full batches, and one of one row, of which a second replica has none
+ROWS = 25
+GLOBAL_BATCH = 8  # three full batches, and one of one row, of which a second replica has none
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -31,10 +29,10 @@ def made(rows, **kwargs):
 
 
 def batches(rows=ROWS, **kwargs):
-    """Return a pipeline, which takes long to make, and begins anew each time."""
-    found = made(rows, **kwargs)
-    found.epochs.next = 0
-    return found
+    """Return a data pipeline, which takes long to make, and begins anew each time."""
+    dataset = made(rows, **kwargs)
+    dataset.epochs.next = 0
+    return dataset
 
 
 def build(out=3):
@@ -110,11 +108,11 @@ def walked(
         loops.update(state, gradients)
         return logs
 
-    found = []
+    losses = []
     for _ in range(2):
-        found += [float(step(batch)["loss"]) for batch in state.batches]
+        losses += [float(step(batch)["loss"]) for batch in state.batches]
         state.sync_replicas()
-    return found, [v.numpy() for v in state.learner.variables]
+    return losses, [v.numpy() for v in state.learner.variables]
 
 
 def same(one, other):
@@ -139,9 +137,9 @@ def plain(one_device):
 @pytest.mark.parametrize("where", ["one_device", "mirrored"])
 def test_train_equals_fit_on_the_same_batches(request, plain, where):
     """A replica without rows, in the last batch of training or validation, changes nothing."""
-    found = trained(request.getfixturevalue(where), validation=batches(9, shuffle=False))
-    assert all(np.isfinite(v).all() for v in found[1])
-    same(plain, found)
+    result = trained(request.getfixturevalue(where), validation=batches(9, shuffle=False))
+    assert all(np.isfinite(v).all() for v in result[1])
+    same(plain, result)
 
 
 def test_custom_loop_equals_fit(one_device, mirrored, plain):
@@ -149,9 +147,9 @@ def test_custom_loop_equals_fit(one_device, mirrored, plain):
     losses, weights = walked(mirrored)
     assert len(losses) == 8
     same_arrays(expected, weights)
-    found = walked(one_device, compiled=False)
-    np.testing.assert_allclose(found[0], losses, **TOLERANCE)
-    same_arrays(expected, found[1])
+    uncompiled = walked(one_device, compiled=False)
+    np.testing.assert_allclose(uncompiled[0], losses, **TOLERANCE)
+    same_arrays(expected, uncompiled[1])
 
 
 def autoencoder():
@@ -218,10 +216,10 @@ def test_losses_of_every_kind_are_the_same_on_two_replicas(one_device, mirrored,
 def test_a_masked_loss_of_keras_has_the_divisor_of_the_global_batch(one_device, mirrored):
     def loss(model, x, y):
         weights = tf.cast(x[:, 0] > 0, tf.float32)
-        found = keras.losses.SparseCategoricalCrossentropy(
+        loss_function = keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"
         )
-        return found(y, model(x, training=False), sample_weight=weights)
+        return loss_function(y, model(x, training=False), sample_weight=weights)
 
     same(trained(one_device, loss, make=small), trained(mirrored, loss, make=small))
 
@@ -416,10 +414,10 @@ def test_loss_that_waits_for_a_lost_worker_ends(run_python):
 def test_evaluate_is_the_mean_over_the_examples(mirrored):
     state = loops.prepare_training(small, batches, mirrored)
     x, y = arrays()
-    found = loops.evaluate(crossentropy, state, batches())
+    metrics = loops.evaluate(crossentropy, state, batches())
     expected = crossentropy(state.model, x, y, training=False)
     np.testing.assert_allclose(
-        [found["loss"], found["accuracy"]],
+        [metrics["loss"], metrics["accuracy"]],
         [float(expected[0]), float(expected[1]["accuracy"])],
         **TOLERANCE,
     )

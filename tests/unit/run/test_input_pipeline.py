@@ -22,7 +22,8 @@ def catalog(tmp_path_factory):
     """Write eight pictures as a folder, a manifest, ImageNet, and records of the folder."""
     root = tmp_path_factory.mktemp("pictures")
     random = np.random.default_rng(2)
-    listing, solution = [], ["ImageId,PredictionString"]
+    listing = []
+    solution = ["ImageId,PredictionString"]
     for number, size in enumerate([(9, 12), (16, 10), (8, 8), (20, 11)] * 2):
         label = ("dark", "light")[number // 4]
         pixels = random.integers(number // 4 * 130, number // 4 * 130 + 120, [*size, 3])

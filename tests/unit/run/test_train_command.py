@@ -31,7 +31,7 @@ def settings(tmp_path, digits_dir):
     )
 
 
-def test_run_writes_its_files_and_says_where(settings, tmp_path, capsys):
+def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys):
     began = time.time()
     summary = run(settings)
     directory = tmp_path / "run"
@@ -82,7 +82,7 @@ def test_settings_that_fit_nothing_are_named(settings, section, key, value, mess
         run(config.Run.from_dict(changed))
 
 
-def test_a_summary_without_training_or_model_can_be_told():
+def test_summary_without_training_or_model_is_described():
     summary = {
         "name": "x",
         "metrics": {"loss": 1.0, "f1": 0.25, "accuracy": 0.5},
@@ -125,7 +125,7 @@ def test_a_summary_without_training_or_model_can_be_told():
         ),
     ],
 )
-def test_a_section_becomes_a_policy(section, policy):
+def test_sync_section_selects_the_policy(section, policy):
     from tfdist.run import build
 
     assert build.policy(config.Run.from_dict({"sync": section}).sync) == policy

@@ -1,4 +1,4 @@
-"""Test that processes that are asked to end also end what they have started."""
+"""Test that processes that are asked to end also end their own children."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_ignored_hangup_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_benchmark_whose_terminal_is_closed_leaves_nothing(tmp_path):
-    place = tmp_path / "temporary"
-    place.mkdir()
+def test_benchmark_whose_terminal_is_closed_leaves_no_files(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     words = ["bench", "allreduce", "--strategies", "mirrored", "--out", str(tmp_path / "out")]
     with group(tmp_path) as members:
         process = members.start(
-            "bench", [sys.executable, "-m", "tfdist", *words], TMPDIR=str(place)
+            "bench", [sys.executable, "-m", "tfdist", *words], TMPDIR=str(temporary)
         )
         end = time.monotonic() + 60
-        while not list(place.glob("tfdist-bench-*/*/log")):
+        while not list(temporary.glob("tfdist-bench-*/*/log")):
             assert time.monotonic() < end, members.logs()
             assert process.poll() is None, members.logs()
             time.sleep(0.02)
         process.send_signal(signal.SIGHUP)
         assert members.wait(60) == {"bench": 128 + signal.SIGHUP}
-    assert list(place.iterdir()) == []
+    assert list(temporary.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Test what all strategies of tfdist have in common."""
+"""Test the behaviour that all strategies of tfdist share."""
 
 import gc
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist.strategies import base
 
 
-def test_a_scope_that_nobody_keeps_stays_entered(mirrored):
+def test_scope_without_a_reference_stays_entered(mirrored):
     mirrored.scope().__enter__()
     gc.collect()
     try:

@@ -102,7 +102,7 @@ def test_auto_follows_cluster_and_devices(cluster, names, chosen, why):
         ({"cluster": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
-def test_mistakes_are_named(arguments, message):
+def test_wrong_arguments_are_named(arguments, message):
     tf.constant(0)  # TensorFlow has started
     with pytest.raises(ValueError, match=message):
         make_strategy(**arguments)
@@ -172,7 +172,7 @@ def test_invalid_devices_are_refused(given, gpus, message):
 
 
 # --- Processes of their own: what must come before TensorFlow's start -----------------------------
-def test_a_strategy_that_comes_too_late_says_so(run_python):
+def test_strategy_made_after_tensorflow_started_is_refused(run_python):
     code = "import tensorflow as tf; tf.constant(1); import tfdist; tfdist.make_strategy(devices=2)"
     done = run_python(code)
     assert done.returncode != 0
@@ -183,7 +183,7 @@ def test_a_strategy_that_comes_too_late_says_so(run_python):
 
 
 def test_a_cluster_of_one_and_its_devices_and_threads(run_python):
-    """Make multi_worker_mirrored without other workers, and check what it refuses."""
+    """Make multi_worker_mirrored without other workers, and check its errors."""
     config = json.dumps(
         {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
     )

@@ -136,12 +136,12 @@ def test_wandb_offline_has_one_run_with_all_values(tmp_path, monkeypatch):
     assert name
     files = list((tmp_path / "run").rglob(f"*{name}.wandb"))
     assert files
-    found = [line for path in files for line in history(path)]
-    assert [(line["epoch"], line["loss"]) for line in found if "loss" in line] == [
+    logged = [line for path in files for line in history(path)]
+    assert [(line["epoch"], line["loss"]) for line in logged if "loss" in line] == [
         (0, 2.0),
         (1, 1.0),
     ]
-    assert [(line["step"], line["batch_loss"]) for line in found if "batch_loss" in line] == [
+    assert [(line["step"], line["batch_loss"]) for line in logged if "batch_loss" in line] == [
         (4, 3.0),
         (12, 2.0),
     ]

@@ -1,4 +1,4 @@
-"""Test what `tfdist chaos report` says of journals, and of results."""
+"""Test the output of `tfdist chaos report` for journals, and for results."""
 
 import json
 import types
@@ -206,7 +206,7 @@ def test_a_stop_that_ends_costs_nothing():
         None,
         None,
         None,
-        "all went on",
+        "all continued",
     )
     assert kill.lost == 2
 
@@ -384,7 +384,7 @@ def test_launch_that_failed_or_still_runs(tmp_path, calm, capsys):
         (["--wrong"], "error"),
     ],
 )
-def test_mistakes(words, text, tmp_path, monkeypatch, capsys, calm, wild):
+def test_wrong_arguments_are_named(words, text, tmp_path, monkeypatch, capsys, calm, wild):
     monkeypatch.chdir(tmp_path)
     assert (
         cli.main(["chaos", *(word.replace("CALM", calm).replace("WILD", wild) for word in words)])
@@ -416,9 +416,9 @@ def test_a_result_is_written_for_a_plan_only(tmp_path):
     history = {"epoch": [0], "values": {"loss": [1.0]}}
     result.write(Launched(log_dir=str(tmp_path), chaos="none"), model, history)
     assert [path.name for path in tmp_path.iterdir()] == [RESULT]
-    found = result.read(str(tmp_path))
-    assert found.facts["history"] == history
-    assert result.compare(found, found).same
+    stored = result.read(str(tmp_path))
+    assert stored.facts["history"] == history
+    assert result.compare(stored, stored).same
 
 
 @pytest.mark.parametrize(("plan", "there"), [(None, False), ("none", True)])
@@ -439,9 +439,9 @@ def test_fit_writes_its_result(plan, there, tmp_path, monkeypatch):
     )
     assert (tmp_path / RESULT).exists() == there
     if there:
-        found = result.read(str(tmp_path))
-        assert found.facts["history"] == {"epoch": [0, 1], "values": history.history}
-        np.testing.assert_array_equal(found.arrays["model/0"], model.get_weights()[0])
+        stored = result.read(str(tmp_path))
+        assert stored.facts["history"] == {"epoch": [0, 1], "values": history.history}
+        np.testing.assert_array_equal(stored.arrays["model/0"], model.get_weights()[0])
 
 
 def test_calls_pause_at_faults_of_the_epoch_that_begins(tmp_path, monkeypatch):
@@ -452,10 +452,10 @@ def test_calls_pause_at_faults_of_the_epoch_that_begins(tmp_path, monkeypatch):
             from_environ=lambda: Launched(chaos="kill worker:9@step=12; kill worker:9@step=37")
         ),
     )
-    found = heartbeat.Heartbeat(True)
-    found.begin(0, 24)
-    assert found.next_pause(0, 0) == 12
-    assert found.next_pause(0, 12) == 37  # beyond the epoch's end
-    found.at(0, 24)
-    assert found.next_pause(1, 0) == 13
-    assert found.next_pause(1, 13) is None
+    own_heartbeat = heartbeat.Heartbeat(True)
+    own_heartbeat.begin(0, 24)
+    assert own_heartbeat.next_pause(0, 0) == 12
+    assert own_heartbeat.next_pause(0, 12) == 37  # beyond the epoch's end
+    own_heartbeat.at(0, 24)
+    assert own_heartbeat.next_pause(1, 0) == 13
+    assert own_heartbeat.next_pause(1, 13) is None

@@ -69,7 +69,7 @@ def tfdist(capsys):
     return run
 
 
-def test_list_says_what_is_there(workplace, tfdist):
+def test_list_shows_all_data_sets(workplace, tfdist):
     code, out, _ = tfdist("list")
     lines = [re.split(r"  +", line) for line in out.splitlines()]
     assert code == 0
@@ -95,7 +95,7 @@ def test_list_says_what_is_there(workplace, tfdist):
     ]
 
 
-def test_list_knows_which_data_sets_tfds_has_prepared(workplace, tfdist, digits_dir, tmp_path):
+def test_list_marks_prepared_tfds_data_sets(workplace, tfdist, digits_dir, tmp_path):
     (workplace / "tfds.yaml").write_text(
         "digits: {kind: tfds, name: tfdist_digits}\nother: {kind: tfds, name: dgits}\n"
     )
@@ -107,7 +107,7 @@ def test_list_knows_which_data_sets_tfds_has_prepared(workplace, tfdist, digits_
     assert not (tmp_path / "new").exists()
 
 
-def test_show_tells_features_sizes_and_classes_and_draws_a_sheet(workplace, tfdist):
+def test_show_prints_features_sizes_and_classes_and_draws_a_sheet(workplace, tfdist):
     code, out, _ = tfdist("show", "images")
     assert code == 0
     assert "license    CC0\nexamples   30\n" in out
@@ -134,14 +134,14 @@ def test_show_without_images_or_labels(workplace, tfdist):
 
 
 @pytest.mark.parametrize(
-    ("split", "place"), [("plain", "plain.tfrecord, byte "), ("zip", "zip.tfrecord, record 4")]
+    ("split", "location"), [("plain", "plain.tfrecord, byte "), ("zip", "zip.tfrecord, record 4")]
 )
-def test_an_example_that_cannot_be_read_is_named(workplace, tfdist, split, place):
+def test_an_example_that_cannot_be_read_is_named(workplace, tfdist, split, location):
     code, out, _ = tfdist("show", "records", "--split", split)
     assert code == 1
     assert "ERRORS     1 of the sampled examples cannot be read. The first:\n4   " in out
     assert "cannot be read: Unknown image file format" in out
-    assert f"at       {workplace}/{place}" in out
+    assert f"at       {workplace}/{location}" in out
     assert f"runs/data/records_{split}.png: 5 images" in out
     code, out, _ = tfdist("head", "records", "--split", split, "-n", "6")
     assert code == 1
@@ -164,7 +164,7 @@ def test_head_prints_values(workplace, tfdist):
     assert len(tfdist("head", "table", "-n", "50")[1].splitlines()) == 4
 
 
-def test_write_makes_records_and_goes_on(workplace, tfdist):
+def test_write_makes_records_and_resumes(workplace, tfdist):
     code, out, _ = tfdist(
         "write",
         "images",
@@ -293,7 +293,7 @@ def test_examples_are_drawn_evenly_and_never_twice():
     assert [(x.number, int(x.data)) for x in walked] == [(2, 12), (7, 17)]
 
 
-def test_ragged_and_nested_examples_have_words():
+def test_ragged_and_nested_examples_are_described():
     nest = (
         {"a": tf.ragged.constant([[1, 2], [3]]), "b": tf.sparse.from_dense([0, 5])},
         tf.constant("x" * 90),
@@ -359,8 +359,8 @@ def test_streams_are_read_from_each_file_and_past_damaged_ones(tmp_path):
     read = list(examples.draw(source, 12))
     assert [x.number for x in read] == list(range(12))
     assert [x.number for x in read if x.error is not None] == [5]
-    found = list(examples.numbered(source, np.array([4, 5, 6, 9])))
-    assert [(x.number, x.error is None) for x in found] == [
+    numbered = list(examples.numbered(source, np.array([4, 5, 6, 9])))
+    assert [(x.number, x.error is None) for x in numbered] == [
         (4, True),
         (5, False),
         (6, True),

@@ -1,4 +1,4 @@
-"""Test that a resumed fit reads what is left of its data, however epochs and passes relate."""
+"""Test that a resumed fit reads the rest of its data, however epochs and passes relate."""
 
 import keras
 import numpy as np
@@ -137,9 +137,9 @@ def test_arrays_resume_without_a_strategy(tmp_path):
     whole, weights = fit("whole")
     with pytest.raises(Stop):
         fit("cut", Interrupts(10))
-    resumed, found = fit("cut")
+    resumed, resumed_weights = fit("cut")
     assert resumed == whole
-    for mine, other in zip(found, weights, strict=True):
+    for mine, other in zip(resumed_weights, weights, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 
@@ -186,7 +186,7 @@ def test_metrics_that_the_snapshot_does_not_have_are_refused(tmp_path):
         fit([])
 
 
-def test_position_tells_where_a_pass_began():
+def test_position_has_the_epoch_at_which_a_pass_began():
     pipeline = batches()
     pipeline.epochs.next = 7
     position = DataPosition(pipeline, steps_per_epoch=3)

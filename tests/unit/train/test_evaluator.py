@@ -71,7 +71,7 @@ def train(callbacks, epochs, seed=0):
         ("{accuracy:.1f}.keras", "0.9.keras", None),
     ],
 )
-def test_a_checkpoints_name_tells_its_epoch(tmp_path, template, name, epoch):
+def test_epoch_is_read_from_a_checkpoints_name(tmp_path, template, name, epoch):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"x")
@@ -84,11 +84,15 @@ def test_a_checkpoints_name_tells_its_epoch(tmp_path, template, name, epoch):
                 )
             ]
         )
-        (found,) = source()
-        assert (found.path, found.epoch, found.finished) == (str(path), epoch, finished)
+        (checkpoint,) = source()
+        assert (checkpoint.path, checkpoint.epoch, checkpoint.finished) == (
+            str(path),
+            epoch,
+            finished,
+        )
 
 
-def test_a_backup_tells_its_epoch(tmp_path):
+def test_epoch_is_read_from_a_snapshot(tmp_path):
     backup = tfdist.BackupAndRestore(tmp_path)
     (source,) = find_sources([backup])
     assert source() == []
@@ -212,7 +216,7 @@ def test_a_backup_is_followed_while_it_changes_until_the_chief_is_gone(
     )
 
 
-def test_a_half_written_file_is_read_when_it_is_whole(strategy, tmp_path):
+def test_partial_file_is_read_once_it_is_complete(strategy, tmp_path):
     path = tmp_path / "1.weights.h5"
     build(seed=2).save_weights(path)
     whole = path.read_bytes()

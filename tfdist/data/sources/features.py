@@ -279,7 +279,7 @@ class Features:
 
         Args:
             serialized: The serialized Example.
-            location: Where the Example is stored, "FILE, byte 0".
+            location: File and position where the Example is stored, "FILE, byte 0".
 
         Raises:
             ValueError: If a feature is missing or of another kind; the message names the first one.

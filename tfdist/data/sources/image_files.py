@@ -221,7 +221,7 @@ def imagenet(
         English names. The test split is a Source of images alone.
 
     Raises:
-        ValueError: For the reasons of `manifest`, or if the split is unknown.
+        ValueError: If `manifest` raises it, or if the split is unknown.
     """
     base = absolute(root)
     images = os.path.join(base, "ILSVRC", "Data", "CLS-LOC", split)

@@ -121,7 +121,7 @@ def read(
         ) from error
     if not lines:
         raise ValueError(
-            f"{path}: no rows{' beside the header' if first else ''}. Expected one a line."
+            f"{path}: no rows{' beside the header' if first else ''}. Expected one per line."
         )
     return Table(
         path, tuple(first[position] for position in positions), tuple(cells_by_column), lines
@@ -154,8 +154,7 @@ def table(
         A Source of dicts, or of `(x, y)`.
 
     Raises:
-        ValueError: For the reasons of `read` and `classify`, or if a cell is not of its column's
-            type.
+        ValueError: If `read` or `classify` raises it, or if a cell is not of its column's type.
 
     Example:
         >>> import pathlib, tempfile
@@ -303,7 +302,7 @@ def read_classes(file: str | os.PathLike) -> tuple[tuple[str, ...], tuple[str, .
     path = absolute(file)
     parts = [line.split(maxsplit=1) for line in _text(path).splitlines() if line.strip()]
     if not parts:
-        raise ValueError(f"{path}: no classes. Expected one a line.")
+        raise ValueError(f"{path}: no classes. Expected one per line.")
     keys = tuple(part[0] for part in parts)
     if len(set(keys)) < len(keys):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -178,7 +179,11 @@ class AgentConnection:
         self._task = RemoteTask(self, plan)
         if self.lost is None:
             self.send(
-                "start", argv=list(plan.argv), environ=dict(plan.environ), tasks_here=tasks_here
+                "start",
+                argv=list(plan.argv),
+                environ=dict(plan.environ),
+                tasks_here=tasks_here,
+                journal=self._journal(),
             )
         if self.lost is not None:
             self._task.lose(self._problem(self.lost))
@@ -218,6 +223,12 @@ class AgentConnection:
         self._lose()
         if self._task is not None and not self._closed.is_set():
             self._task.lose(self._problem(self.lost or ""))
+
+    def _journal(self) -> str:
+        if self._log_dir is None:
+            return ""
+        lines = launch_protocol.read_journal(self._log_dir)
+        return "".join(json.dumps(line) + "\n" for line in lines)
 
     def _copy_journal(self, lines: str) -> None:
         if self._log_dir is None:

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster.addresses import free_ports
-from tfdist.launch.engines.agent_protocol import ORPHAN_S, decode, encode, text_of
+from tfdist.launch.engines.agent_protocol import ORPHAN_S, bytes_of, decode, encode, text_of
 from tfdist.launch.task_plan import SCRIPT_RUNNER, resolve_command
 from tfdist.launch.task_process import stopped_groups
 from tfdist.runtime import launch_protocol
@@ -146,7 +146,10 @@ class _Task:
         self._error_path = os.path.join(self._directory, "error.json")
         self._progress_path = os.path.join(self._directory, "progress")
         self._progress = ""
-        self._journal_read = 0
+        journal = bytes_of(order["journal"])  # of former attempts: each fault is injected once
+        with open(os.path.join(self._directory, launch_protocol.JOURNAL), "wb") as file:
+            file.write(journal)
+        self._journal_read = len(journal)
         self._stopped = False
         self._forwarded = self._looked = 0.0
         self._killed_at: float | None = None
@@ -218,7 +221,7 @@ class _Task:
         journal = _read(os.path.join(self._directory, launch_protocol.JOURNAL), self._journal_read)
         whole = journal[: journal.rfind("\n") + 1]
         if whole:
-            self._journal_read += len(whole.encode("utf-8", "surrogateescape"))
+            self._journal_read += len(bytes_of(whole))
             self._send("journal", text=whole)
         if error := _read(self._error_path, 0):
             os.remove(self._error_path)

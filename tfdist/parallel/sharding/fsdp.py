@@ -104,7 +104,7 @@ def fsdp(
         The `FSDP` object that describes the shards. The model itself is changed in place.
 
     Raises:
-        ValueError: The model is not built, is already sharded, or an argument is wrong.
+        ValueError: If the model is not built, is already sharded, or an argument is wrong.
 
     Example:
         >>> import keras, tfdist
@@ -242,6 +242,13 @@ class FSDP(Store):
             keras_apply: Keras' own `apply`.
             grads: This replica's parts of the summed gradients.
             variables: Weights to update. None: those that the optimizer was built with.
+
+        Returns:
+            The result of `keras_apply`; None if the policy skips updates that are not finite.
+
+        Raises:
+            ValueError: If the optimizer is not elementwise or clips too, or if a variable was not
+                among the trainable weights when `fsdp` was called.
         """
         inner = optimizer
         while getattr(inner, "inner_optimizer", None) is not None:
@@ -320,7 +327,7 @@ def check_deferred(model: keras.Model) -> None:
         model: Any model.
 
     Raises:
-        ValueError: The model was built in `deferred` and has not been sharded since.
+        ValueError: If the model was built in `deferred` and has not been sharded since.
     """
     if any(not has_value(v) for v in model.weights):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Gradient clipping by global norm, finiteness checks and loss scaling of sharded gradients.
+"""Gradient clipping by global norm, finiteness checks, loss scaling of sharded gradients.
 
 The results are the same as on one replica that holds all gradients. The module also checks
 arguments for `zero` and `fsdp`.
@@ -125,8 +125,8 @@ def synchronous_engine(strategy: tf.distribute.Strategy, caller: str) -> Any:
         caller: Name of the caller, for the error message.
 
     Raises:
-        ValueError: The strategy has no engine, is not synchronous, or its replicas share one copy
-            of the variables.
+        ValueError: If the strategy has no engine, is not synchronous, or its replicas share one
+            copy of the variables.
     """
     engine = engine_of(strategy)
     if engine is None:
@@ -155,7 +155,7 @@ def check_policy(given: Any, caller: str, combine: Sequence[str], reason: str) -
         reason: Reason why no other value is allowed, for the error message.
 
     Raises:
-        ValueError: The policy is not a `tfdist.sync.Gradients`, its `combine` is not allowed, or
+        ValueError: If the policy is not a `tfdist.sync.Gradients`, its `combine` is not allowed, or
             it accumulates gradients over several steps.
     """
     checked = policy(given)
@@ -183,7 +183,8 @@ def check_variables(variables: Sequence[keras.Variable], caller: str) -> None:
         caller: Name of the caller, for the error message.
 
     Raises:
-        ValueError: A variable is overwritten by its gradient, or collectives cannot sum its dtype.
+        ValueError: If a variable is overwritten by its gradient, or collectives cannot sum its
+            dtype.
     """
     for v in variables:
         if getattr(v, "overwrite_with_gradient", False):
@@ -208,7 +209,7 @@ def check_clipping(policy: Gradients, optimizer: keras.optimizers.Optimizer, cal
         caller: Name of the caller, for the error message.
 
     Raises:
-        ValueError: The policy has a `clip_norm` and the optimizer clips too.
+        ValueError: If the policy has a `clip_norm` and the optimizer clips too.
     """
     if policy.clip_norm and (
         optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
@@ -227,8 +228,8 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, caller: str = "zero
         caller: Name of the caller, for the error message.
 
     Raises:
-        ValueError: The optimizer is not elementwise, or this is not known because it is not one of
-            Keras' own.
+        ValueError: If the optimizer is not elementwise, or this is not known because it is not one
+            of Keras' own.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

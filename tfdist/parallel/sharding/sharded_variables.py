@@ -27,7 +27,7 @@ class Store:
         group: Group of all replicas of the strategy.
 
     Raises:
-        ValueError: No strategy scope is entered, and this process has several replicas.
+        ValueError: If no strategy scope is entered, and this process has several replicas.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, group: Group):
@@ -152,7 +152,7 @@ class Store:
             caller: Name of the caller, for the error message.
 
         Raises:
-            ValueError: XLA would compile the function.
+            ValueError: If XLA would compile the function.
         """
         self.check_xla(model, caller)
         broadcast_done = not trains
@@ -194,7 +194,7 @@ class Store:
             **kwargs: Keyword arguments of `keras_method`.
 
         Raises:
-            ValueError: `keras_method` is `export`, and the model's weights are sharded.
+            ValueError: If `keras_method` is `export`, and the model's weights are sharded.
         """
         if keras_method.__name__ == "export":
             check_export(model)
@@ -209,7 +209,7 @@ class Store:
             caller: Name of the caller, for the error message.
 
         Raises:
-            ValueError: The model is compiled with `jit_compile`, and there are several replicas.
+            ValueError: If the model is compiled with `jit_compile`, and there are several replicas.
         """
         if self.group.size > 1 and model.compiled and model.jit_compile:
             raise ValueError(

@@ -30,7 +30,7 @@ def check_export(model: keras.Model) -> None:
         model: Any model.
 
     Raises:
-        ValueError: The weights are sharded.
+        ValueError: If the weights are sharded.
     """
     if any(isinstance(v, Sharded) for v in model.trainable_weights):
         raise ValueError(

@@ -79,7 +79,7 @@ def zero(
         The `Zero` optimizer, to compile the model with.
 
     Raises:
-        ValueError: The optimizer is not elementwise, or an argument is wrong.
+        ValueError: If the optimizer is not elementwise, or an argument is wrong.
 
     Example:
         >>> import tfdist
@@ -211,7 +211,7 @@ class Zero(keras.optimizers.Optimizer):
             variables: Variables of the model, whole.
 
         Raises:
-            ValueError: `fsdp` has sharded the variables, or their gradients cannot be summed.
+            ValueError: If `fsdp` has sharded the variables, or their gradients cannot be summed.
         """
         if self.built:
             return
@@ -297,8 +297,8 @@ class Zero(keras.optimizers.Optimizer):
             variables: Variables to update. None: those that the optimizer was built with.
 
         Raises:
-            ValueError: The optimizer is not built and `variables` is None, or the gradients do not
-                fit the variables that it was built with.
+            ValueError: If the optimizer is not built and `variables` is None, or the gradients do
+                not fit the variables that it was built with.
         """
         with (
             self._store.bounded(),

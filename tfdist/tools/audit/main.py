@@ -1,4 +1,4 @@
-"""The command `tfdist data audit`, which starts the audit's workers and reports."""
+"""Entry point of `tfdist data audit`: starts an audit's workers and prints the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tfdist.runtime.cli_arguments import real, whole
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
-from tfdist.tools.audit import report
+from tfdist.tools.audit import rendering
 from tfdist.tools.audit.processes import WorkerError, Workers
 from tfdist.tools.audit.settings import Settings, check_function
 from tfdist.tools.common.process_logs import keep
@@ -81,26 +81,26 @@ def _audit(flags: argparse.Namespace, words: list[str]) -> int:
 
 def _follow(settings: Settings, workers: Workers) -> int:
     """Lead the workers from phase to phase, and print each result as soon as it is known."""
-    print(report.beginning(settings, workers.pids), flush=True)
+    print(rendering.beginning(settings, workers.pids), flush=True)
     ready = workers.wait("ready", doing="while it made its data pipeline")
-    print(report.header(settings, ready[0]), flush=True)
+    print(rendering.header(settings, ready[0]), flush=True)
     workers.send("read")
     read = workers.wait("read", doing="while it read")
     epochs = [workers.reported(rank, "epoch") for rank in range(settings.workers)]
-    print(report.speeds(settings, epochs), flush=True)
+    print(rendering.speeds(settings, epochs), flush=True)
     workers.send("verify", [0])
     [verdict] = workers.wait(
         "verified", "offence", ranks=[0], doing="while it checked what was read"
     )
     if verdict["event"] == "offence":
-        print(report.failure(verdict), file=sys.stderr)
+        print(rendering.failure(verdict), file=sys.stderr)
         return 1
-    print(report.proof(settings, ready[0], verdict, read), flush=True)
+    print(rendering.proof(settings, ready[0], verdict, read), flush=True)
     if settings.stage_seconds:
         workers.send("stages", [0])
         [end] = workers.wait("stages", ranks=[0], doing="while it measured stages")
         print(
-            report.stages(settings, ready[0], workers.reported(0, "stage"), end["stored"]),
+            rendering.stages(settings, ready[0], workers.reported(0, "stage"), end["stored"]),
             flush=True,
         )
     return 0

@@ -162,7 +162,8 @@ class Workers(contextlib.AbstractContextManager):
         following = (epoch + 1, 0) if order and step + 1 == order["steps"] else (epoch, step + 1)
         flags = "--first-epoch={} --first-step={}".format(*following)
         return (
-            f"\nAll workers had read epoch {epoch} up to step {step}. To go on from there: {flags}"
+            f"\nAll workers had read epoch {epoch} up to step {step}. "
+            f"To continue from there: {flags}"
         )
 
     def _log(self, rank: int) -> str:

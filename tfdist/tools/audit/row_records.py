@@ -67,12 +67,13 @@ def read(path: str | os.PathLike) -> Iterator[Step]:
     """Yield the complete records of a file, in order.
 
     Raises:
-        ValueError: A record is damaged; the message names the file and the byte.
+        ValueError: If a record is damaged; the message names the file and the byte.
     """
     with open(path, "rb") as file:
         while _whole(file, _HEAD):
             offset = file.tell()
-            head, sums = file.read(8 * (_HEAD - 1)), file.read(8)
+            head = file.read(8 * (_HEAD - 1))
+            sums = file.read(8)
             epoch, step, rows, fingerprint, size, count = map(int, np.frombuffer(head, "<i8"))
             is_damaged = sums[:4] != _checksum(head)
             if not is_damaged:

@@ -153,14 +153,14 @@ def verify(
     Args:
         recorded: One function per worker, which starts reading the worker's steps.
         plan: Rows that the workers were expected to read.
-        left_out: For each worker, the examples that it could not read and was allowed to leave out.
+        left_out: Examples that each worker could not read and was allowed to leave out.
         alive: Function that is called after each step.
 
     Returns:
         The counts of what was verified.
 
     Raises:
-        AuditError: On the first error.
+        AuditError: If the rows are not the expected ones; the message has the first error.
     """
     verdict = Verdict()
     queues = [_Queue(begin()) for begin in recorded]
@@ -224,7 +224,7 @@ class _Epoch:
                 reader = batches.index(present[0])
                 text = f"expected a batch, as worker {reader} has one; received none"
                 self._fail(
-                    f"{text}. Training would wait for it in vain", step, worker=batches.index(None)
+                    f"{text}. Training would wait for it forever", step, worker=batches.index(None)
                 )
             self._check_step(step, present, verdict)
             verdict.steps += 1
@@ -339,7 +339,7 @@ class _Epoch:
         if len(missing) > dropped:
             more = f", and {len(missing) - 1} more such" if len(missing) > 1 else ""
             self._fail(
-                f"expected example {missing[0]}, which nobody received{more}",
+                f"expected example {missing[0]}, which no worker received{more}",
                 expected=int(missing[0]),
             )
         return len(missing)

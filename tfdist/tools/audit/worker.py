@@ -42,7 +42,7 @@ class Worker:
         self.window = (rank * devices, devices, settings.workers * devices)
         begin = {"epoch": settings.first_epoch, "first_step": settings.first_step}
         self.resumed = pipeline.replica_rows(*self.window, **begin) if settings.first_step else None
-        self.shares = pipeline.replica_rows(*self.window)
+        self.local_rows = pipeline.replica_rows(*self.window)
         order = pipeline.order
         if order is not None and settings.first_step >= order.steps:
             raise ValueError(
@@ -72,7 +72,7 @@ class Worker:
                 if self.resumed is not None and epoch == settings.first_epoch:
                     self._epoch(file, self.resumed, epoch, settings.first_step)
                 else:
-                    self._epoch(file, self.shares, epoch, 0)
+                    self._epoch(file, self.local_rows, epoch, 0)
         left_out = {str(number): where for number, where in self.pipeline.errors.failed.items()}
         self.report("read", left_out=left_out)
 
@@ -123,18 +123,18 @@ class Worker:
             self.report("stage", name=stage.name, rate=stage.rate)
         self.report("stages", stored=stage_throughput.stored_bytes(self.batches))
 
-    def _epoch(self, file: Any, shares: tf.data.Dataset, epoch: int, step: int) -> None:
+    def _epoch(self, file: Any, batches: tf.data.Dataset, epoch: int, step: int) -> None:
         begin = time.monotonic()
         first = None
         count = 0
         examples = 0
         size = 0
-        for share in shares:
+        for batch in batches:
             first = time.monotonic() - begin if first is None else first
-            numbers = share.numbers.numpy()
-            share_bytes = sum(
+            numbers = batch.numbers.numpy()
+            batch_bytes = sum(
                 example_text.byte_size(part)
-                for part in tf.nest.flatten(share.data)
+                for part in tf.nest.flatten(batch.data)
                 if tf.is_tensor(part)
             )
             row_records.append(
@@ -142,15 +142,15 @@ class Worker:
                 row_records.Step(
                     epoch,
                     step + count,
-                    int(share.rows),
-                    float(share.fingerprint),
-                    share_bytes,
+                    int(batch.rows),
+                    float(batch.fingerprint),
+                    batch_bytes,
                     numbers,
                 ),
             )
             count += 1
             examples += int(np.count_nonzero(numbers >= 0))
-            size += share_bytes
+            size += batch_bytes
         self.report(
             "epoch",
             epoch=epoch,

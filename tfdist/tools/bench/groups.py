@@ -99,7 +99,7 @@ class Group(contextlib.AbstractContextManager):
             Facts from each process, by rank.
 
         Raises:
-            GroupError: A process exited, or did not answer in time.
+            GroupError: If a process exited, or did not answer in time.
         """
         return self._answers(
             "ready", 1, "build and compile the model" if self.job.words else "start"
@@ -116,7 +116,7 @@ class Group(contextlib.AbstractContextManager):
             Measurement of each process, by rank.
 
         Raises:
-            GroupError: A process exited, or did not answer in time.
+            GroupError: If a process exited, or did not answer in time.
         """
         order(self.job, number)
         return self._answers("measured", times + 1, "measure")
@@ -137,7 +137,7 @@ class Group(contextlib.AbstractContextManager):
             The event of each process, by rank.
 
         Raises:
-            GroupError: A process exited, or did not answer in time.
+            GroupError: If a process exited, or did not answer in time.
         """
         assert self._process is not None
         end = time.monotonic() + self.timeout

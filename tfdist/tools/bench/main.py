@@ -27,7 +27,8 @@ from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.formatting import counted
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.runtime.resource_limits import cores
-from tfdist.tools.bench import plan, rendering
+from tfdist.tools.bench import rendering
+from tfdist.tools.bench.flags import DESCRIPTION, USAGE, add_flags, check, make_jobs
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.notes import notes
@@ -45,7 +46,7 @@ def _run(flags: argparse.Namespace, words: list[str]) -> int:
 
     settings = train_command.parse(words) if words else None
     with usage_errors():
-        jobs = plan.jobs(flags, words, settings)
+        jobs = make_jobs(flags, words, settings)
         out = _directory(flags.out, settings.name if settings else "allreduce")
     return _bench(flags, settings, jobs, out, shlex.join(["tfdist", "bench", *flags.argv]))
 
@@ -315,8 +316,8 @@ def _versions() -> dict[str, str]:
 
 main = Command(
     name="tfdist bench",
-    usage=plan.USAGE,
-    description=plan.DESCRIPTION,
+    usage=USAGE,
+    description=DESCRIPTION,
     exit_codes={
         **COMMON_EXIT_CODES,
         0: "all setups were measured",
@@ -324,7 +325,7 @@ main = Command(
         CONFIGURATION_CODE: "the config is wrong",
     },
     run=_run,
-    add_flags=plan.add_flags,
-    check=plan.check,
+    add_flags=add_flags,
+    check=check,
     takes_config=True,
 )

@@ -88,6 +88,6 @@ def _reduced(group: Sequence[Setup]) -> str:
     return (
         f"{least.strategy} with {counted(least.replicas, 'replica')}: latency "
         f"{milliseconds(least.step)} (the median of {format_bytes(least.bytes, binary=True)}), "
-        f"bandwidth up to {best.bus_bandwidth / 1e9:.2f} GB/s on the bus "
+        f"bandwidth up to {format_bytes(best.bus_bandwidth)}/s on the bus "
         f"(at {format_bytes(best.bytes, binary=True)})."
     )

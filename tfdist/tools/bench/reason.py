@@ -65,7 +65,7 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         ...     step_breakdown={0: slow}, efficiency=0.57,
         ... )
         >>> print(reason(both, alone, Facts(cores=2)))  # doctest: +NORMALIZE_WHITESPACE
-        43 % of the step is gradient synchronization: 2.7 MB a step at 0.90 GB/s; a larger batch
+        43 % of the step is gradient synchronization: 2.7 MB a step at 900 MB/s; a larger batch
         would help, as the sum stays as large (so would sync="bfloat16" or local SGD, see
         docs/sync.md).
     """
@@ -83,7 +83,7 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         most = max(PARTS, key=parts.__getitem__)
         return (
             f"{percent(parts[most] / whole)} of the step is {SHORT[most]}; one replica was not "
-            "measured, to say what of it is lost."
+            "measured, so the lost time is unknown."
         )
     if setup.efficiency >= GOOD:
         times = (
@@ -93,19 +93,19 @@ def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
         )
         return (
             f"{counted(setup.replicas, 'replica')}: {percent(setup.efficiency)} of {times}, "
-            "nothing to speak of is lost."
+            "no significant loss."
         )
     if _within_spread(setup, alone):
         return (
-            "What is lost is within the spread of the rounds: more of them, on a machine that "
-            "does nothing else, would tell."
+            "The lost time is within the spread of the rounds: measure more rounds on an idle "
+            "machine."
         )
     lost = losses(setup, alone)
     most = max(PARTS, key=lost.__getitem__)  # the first of equal ones
     if lost[most] <= 0:
         return (
-            "No part of the step takes longer than it should by one replica's: what is lost lies "
-            "between steps, or one of the two was disturbed."
+            "No part of the step is slower than one replica's times predict: the time is lost "
+            "between steps, or one of the two measurements was disturbed."
         )
     return (
         f"{percent(parts[most] / whole)} of the step is "
@@ -131,8 +131,8 @@ def losses(setup: Setup, alone: Setup) -> dict[str, float]:
         >>> before, after = {"update": 0.003, "input": 0.001}, {"update": 0.003, "input": 0.0005}
         >>> alone = Setup("one_device", 1, 1, (), 64, step_breakdown={0: before})
         >>> both = Setup("mirrored", 2, 1, (), 64, step_breakdown={0: after})
-        >>> found = losses(both, alone)
-        >>> found["update"], found["input"]
+        >>> lost = losses(both, alone)
+        >>> lost["update"], lost["input"]
         (0.0015, 0.0)
     """
     share = _share(setup, alone)
@@ -196,10 +196,10 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
     if part == "input":
         return f": {times}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
-        speed = setup.bytes / measured / 1e9
+        speed = setup.bytes / measured
         speed_text = (
-            f"at {speed:.2f} GB/s"
-            if speed >= 0.01
+            f"at {format_bytes(speed)}/s"
+            if speed >= 10e6
             else f"in {milliseconds(measured)}, which is latency"
         )
         return f": {format_bytes(setup.bytes)} a step {speed_text}; {_sync_remedy(setup)}"
@@ -256,8 +256,8 @@ def _wait(setup: Setup) -> str:
             "each replica, would help"
         )
     return (
-        f": up to {milliseconds(longest)} a step, for another worker each time; cores that nobody "
-        "else uses would help"
+        f": up to {milliseconds(longest)} a step, for another worker each time; dedicated cores "
+        "would help"
     )
 
 

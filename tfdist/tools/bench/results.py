@@ -197,7 +197,7 @@ def read(path: str | os.PathLike) -> Bench:
     """Read a benchmark from its file, or from the directory that contains the file.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: If the file is damaged.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path

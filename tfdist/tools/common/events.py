@@ -41,7 +41,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Return the events of a file so far, without a line that is still being written.
 
     Raises:
-        ValueError: A line is damaged; the message names the file and the line.
+        ValueError: If a line is damaged; the message names the file and the line.
     """
     try:
         with open(path, "rb") as file:

@@ -26,7 +26,7 @@ def keep(directory: str) -> Path:
         Path of the directory.
 
     Raises:
-        ValueError: The directory is not empty.
+        ValueError: If the directory is not empty.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ class Children(contextlib.AbstractContextManager):
             The process, whose pipes have text.
 
         Raises:
-            OSError: The process cannot be started, or the log cannot be written.
+            OSError: If the process cannot be started, or the log cannot be written.
         """
         with contextlib.ExitStack() as stack:
             file = subprocess.PIPE if log is None else stack.enter_context(open(log, "wb"))

@@ -142,13 +142,13 @@ class Responder:
 
         The file is looked for in the directory with the same number on this host.
         """
-        number = request.get("place")
+        number = request.get("directory")
         token = request.get("token")
         if not isinstance(number, int) or isinstance(number, bool) or not is_token(token):
             return {"refused": "no token"}
         directory = self.directories[number] if 0 <= number < len(self.directories) else None
         if directory is None:
-            return {"place": None}
+            return {"directory": None}
         path = Path(directory) / token_name(str(token))
         end = time.monotonic() + APPEAR_S
         while True:
@@ -160,11 +160,11 @@ class Responder:
             ):
                 text = file.read(33)
                 return {
-                    "place": directory,
+                    "directory": directory,
                     "content": text if re.fullmatch(r"[0-9a-f]{32}", text) else "",
                 }
             if time.monotonic() > end:
-                return {"place": directory, "content": None}
+                return {"directory": directory, "content": None}
             time.sleep(0.1)
 
     def _measure(self, task: str, peer: Any) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Server(TaskServer):
         task: Task at whose address it listens.
 
     Raises:
-        OSError: The address cannot be listened at.
+        OSError: If the address cannot be listened at.
     """
 
     exchange_s = EXCHANGE_S

@@ -308,22 +308,22 @@ def check_lookups(lookups: Sequence[FileLookup]) -> list[Check]:
                 f"{', '.join(f'{lookup.peer} in {lookup.other}' for lookup in not_seen[:4])}"
             )
             remedy = (
-                "mount the same file system on all hosts, or name the place that is shared: "
+                "mount the same file system on all hosts, or name the directory that is shared: "
                 "a snapshot is read by all of them"
             )
-            checks.append(graded(CLUSTER, "shared place", description, remedy, fails=True))
+            checks.append(graded(CLUSTER, "shared directory", description, remedy, fails=True))
         elif unknown:
             why = (
                 unknown[0].error
-                or "its doctor has no place with this number, or cannot write there"
+                or "its doctor has no directory with this number, or cannot write there"
             )
             checks.append(
                 graded(
                     CLUSTER,
-                    "shared place",
-                    f"{directory}: unknown of {', '.join(lookup.peer for lookup in unknown[:4])}: "
+                    "shared directory",
+                    f"{directory}: unknown for {', '.join(lookup.peer for lookup in unknown[:4])}: "
                     f"{why}",
-                    "give all doctors the same --place or --config, in the same order",
+                    "give all doctors the same --directory or --config, in the same order",
                     warns=True,
                 )
             )
@@ -331,7 +331,7 @@ def check_lookups(lookups: Sequence[FileLookup]) -> list[Check]:
             checks.append(
                 graded(
                     CLUSTER,
-                    "shared place",
+                    "shared directory",
                     f"{directory}: seen by {counted(len(here), 'other host')}",
                 )
             )
@@ -370,7 +370,7 @@ def check_links(links: Sequence[Link]) -> list[Check]:
         description = (
             f"{counted(len(good), 'link')}: "
             f"{format_bytes(min(rates))}/s to {format_bytes(max(rates))}/s, "
-            f"{duration(min(ways))} to {duration(max(ways))} there and back"
+            f"{duration(min(ways))} to {duration(max(ways))} round trip"
         )
         slowest = min(good, key=lambda link: link.rate)
         farthest = max(good, key=lambda link: link.latency)
@@ -391,7 +391,7 @@ def check_links(links: Sequence[Link]) -> list[Check]:
                     CLUSTER,
                     "network",
                     f"{description}; the farthest is from {farthest.source} to {farthest.target}",
-                    "put the hosts closer to each other: each step waits for several such ways",
+                    "put the hosts closer to each other: each step makes several round trips",
                     warns=True,
                 )
             )

@@ -80,8 +80,8 @@ def ask(
         The answer, with the times "sent" and "came" in seconds since the epoch.
 
     Raises:
-        OSError: Nobody answers.
-        ValueError: Another program answers, or the doctor refuses (`Refused`).
+        OSError: If no process answers.
+        ValueError: If another program answers, or the doctor refuses (`Refused`).
     """
     limit = time.monotonic() + timeout
     with connect(address, min(timeout, EXCHANGE_S)) as connection:

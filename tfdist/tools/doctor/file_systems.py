@@ -158,20 +158,20 @@ def check_directory(result: WriteTest) -> Check:
     Args:
         result: Result of `try_directory`.
     """
-    name = "place"
+    name = "directory"
     if result.error:
         return graded(
             HOST,
             name,
             f"{result.path}: {result.error}",
-            f"{_remedy(result.error)}, or choose another place",
+            f"{_remedy(result.error)}, or choose another directory",
             fails=True,
         )
     if result.free is None or result.total is None:
         return graded(HOST, name, f"{result.path}: written, renamed and read through TensorFlow")
     description = (
         f"{result.path}: {format_bytes(result.free)} free of {format_bytes(result.total)}; "
-        "files are renamed at once"
+        "renaming is atomic"
     )
     skew = result.skew or 0.0
     if abs(skew) > SKEW_S:
@@ -204,11 +204,11 @@ def _remedy(error: str) -> str:
         ("Not a directory", "a file is in its way: move it"),
         ("File exists", "a file is in its way: move it"),
         ("no answer", "see whether it is mounted, and its server runs"),
-        ("renaming", "its file system cannot replace a file as one step"),
+        ("renaming", "its file system cannot replace a file atomically"),
     ):
         if text.lower() in error.lower():
             return remedy
-    return "see that it exists and can be written"
+    return "make sure that it exists and can be written"
 
 
 def missing(path: str) -> list[str]:

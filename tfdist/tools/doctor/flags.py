@@ -1,4 +1,4 @@
-"""Command-line flags of `tfdist doctor`."""
+"""Command-line flags of `tfdist doctor`: definition and validation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Checks a host, a cluster and a run before training starts.
   tfdist doctor --config=configs/digits.py --workers 2
 
   check a cluster: serve on all hosts but one, then ask them from that one:
-  tfdist doctor --cluster cluster.yaml --place /shared/runs --serve
-  tfdist doctor --cluster cluster.yaml --place /shared/runs
+  tfdist doctor --cluster cluster.yaml --directory /shared/runs --serve
+  tfdist doctor --cluster cluster.yaml --directory /shared/runs
 
   check a cluster from all hosts at once, and start the training if no check fails:
   tfdist launch --cluster cluster.yaml --check -- train.py
@@ -37,7 +37,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
 
     Args:
         flags: Flags of the command.
-        words: Words about the config.
+        words: Config arguments.
 
     Raises:
         ValueError: If flags contradict each other. The message names the flag, the expected and the
@@ -69,7 +69,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     flags.timeout = flags.timeout or (
         SERVE_S if flags.serve else TOGETHER_S if flags.together else ASK_S
     )
-    flags.place = flags.place or []
+    flags.directory = flags.directory or []
 
 
 def _check_config(words: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="number of tasks that will run on this host (1, or those of the cluster)",
     )
     add(
-        "--place",
+        "--directory",
         nargs="+",
         action="extend",
         metavar="DIR",

@@ -81,20 +81,21 @@ def look(
     """
     bound = timeout or IMPORT_S + (TRIAL_S if words else 0)
     answer, problem = subprocesses.ask(
-        module, {"places": list(remote), "words": list(words), "workers": workers}, bound
+        module, {"directories": list(remote), "words": list(words), "workers": workers}, bound
     )
     facts = answer.get("frameworks")
     frameworks = (
         Frameworks(**{**facts, "gpus": tuple(facts["gpus"])})
         if facts
-        else Frameworks(error=problem or "said nothing")
+        else Frameworks(error=problem or "wrote no output")
     )
-    write_tests = {result["path"]: WriteTest(**result) for result in answer.get("places", ())}
+    write_tests = {result["path"]: WriteTest(**result) for result in answer.get("directories", ())}
     for path in remote:
         write_tests.setdefault(
             path,
             WriteTest(
-                path, error=f"TensorFlow, which is to write there, {problem or 'said nothing'}"
+                path,
+                error=f"TensorFlow could not test it: its process {problem or 'wrote no output'}",
             ),
         )
     trial = None

@@ -140,8 +140,8 @@ def _memory(machine: Machine, workers: int) -> Check:
         return graded(
             HOST,
             "memory",
-            "unknown: /proc/meminfo does not say",
-            "see that each worker has 1 GB",
+            "unknown: /proc/meminfo has no value",
+            "make sure that each worker has 1 GB",
             warns=True,
         )
     needed = workers * PROCESS
@@ -188,7 +188,7 @@ def _cores(machine: Machine, workers: int) -> Check:
         HOST,
         "cores",
         f"{description} for {counted(workers, 'worker')}",
-        "run fewer workers here: they take each other's time",
+        "run fewer workers here: they compete for the cores",
         warns=workers > machine.cores,
     )
 
@@ -269,7 +269,7 @@ def _files(machine: Machine) -> Check:
 
 def _cuda(frameworks: Frameworks) -> Check:
     if not frameworks.cuda:
-        return graded(HOST, "CUDA", "TensorFlow is built without")
+        return graded(HOST, "CUDA", "TensorFlow is built without CUDA")
     return graded(
         HOST,
         "CUDA",
@@ -300,7 +300,7 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
         return graded(
             HOST,
             "GPUs",
-            f"{description}: its libraries of CUDA are missing, or of another version",
+            f"{description}: the CUDA libraries are missing, or of another version",
             "pip install 'tensorflow[and-cuda]', and see what `python -c "
             "'import tensorflow as tf; tf.config.list_physical_devices()'` "
             f"warns of; {alone}",
@@ -319,7 +319,7 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
         return graded(
             HOST,
             "GPUs",
-            f"{counted(machine.cards, 'card')} of NVIDIA on the bus, but no driver is loaded",
+            f"{counted(machine.cards, 'NVIDIA card')} on the bus, but no driver is loaded",
             "install the driver, or give the container the devices "
             f"(docker run --gpus all); {alone}",
             fails=True,
@@ -332,8 +332,9 @@ def _gpus(machine: Machine, frameworks: Frameworks) -> Check:
             HOST,
             "GPUs",
             f"{visible_gpus}: {', '.join(frameworks.gpus)}; "
-            "free memory: unknown, nvidia-smi does not tell it",
-            "see why `nvidia-smi` does not run here, or that no other program uses these GPUs",
+            "free memory: unknown, nvidia-smi does not report it",
+            "see why `nvidia-smi` does not run here, or make sure that no other program uses "
+            "these GPUs",
             warns=True,
         )
     sizes = ", ".join(

@@ -1,4 +1,4 @@
-"""Command-line interface of `tfdist doctor`, which checks a host, a cluster and a run."""
+"""Entry point of `tfdist doctor`: checks a host, a cluster and a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import printable
 from tfdist.runtime.launch_protocol import inherited
-from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, runs, table
+from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, rendering, runs
 from tfdist.tools.doctor.check_results import (
     CLUSTER,
     FAIL,
@@ -123,7 +123,7 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
     """Check this host and the run."""
     facts = machine.look()
     checks = host.check_machine(facts, here)
-    named = list(dict.fromkeys(flags.place))
+    named = list(dict.fromkeys(flags.directory))
     run_directory = ""
     trial = None
     if words or not flags.quick:
@@ -140,7 +140,7 @@ def _look(flags: argparse.Namespace, words: Sequence[str], here: int, trained: i
             checks.append(
                 graded(
                     HOST,
-                    "place",
+                    "directory",
                     f"{path}: not tested, because only TensorFlow can write there",
                     "leave out --quick",
                     warns=True,
@@ -210,7 +210,9 @@ def _serve(
         with serving(_make_responder(spec, members, begun, show_line), members) as failed:
             if failed:
                 print(
-                    "\n".join(table.lines([cluster.cannot_listen(spec, failed)], TITLES, _width())),
+                    "\n".join(
+                        rendering.lines([cluster.cannot_listen(spec, failed)], TITLES, _width())
+                    ),
                     flush=True,
                 )
                 return 1
@@ -307,9 +309,9 @@ def _shared(shared: Sequence[str | None], peer_exchange: PeerExchange) -> list[C
         return [
             graded(
                 CLUSTER,
-                "shared place",
+                "shared directory",
                 "not tested, because you named no directory",
-                "name the directories of backups and logs with --place DIR or --config",
+                "name the directories of backups and logs with --directory DIR or --config",
                 warns=True,
             )
         ]
@@ -327,7 +329,9 @@ def _show(flags: argparse.Namespace, checks: Sequence[Check]) -> None:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     titles = {**TITLES, HOST: f"this host, {socket.gethostname()}"}
     print(
-        "\n".join([*table.lines(checks, titles, _width(), colour), table.summary(checks, colour)]),
+        "\n".join(
+            [*rendering.lines(checks, titles, _width(), colour), rendering.summary(checks, colour)]
+        ),
         flush=True,
     )
 

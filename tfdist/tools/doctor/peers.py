@@ -327,12 +327,12 @@ class PeerExchange:
                 self.responder.hello,
                 "token",
                 exchange.MEASURE_S,
-                place=number,
+                directory=number,
                 token=token,
             )
         except (OSError, ValueError) as error:
             return FileLookup(directory, name, error=str(error))
-        other = answer.get("place")
+        other = answer.get("directory")
         return FileLookup(
             directory,
             name,

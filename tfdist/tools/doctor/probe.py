@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     """Report facts about TensorFlow, and test directories and a config.
 
     Args:
-        argv: One JSON text: "places" to test through TensorFlow's file systems, "words" of a
+        argv: One JSON text: "directories" to test through TensorFlow's file systems, "words" of a
             config, and "workers" that train it.
     """
     question = json.loads(argv[0])
@@ -47,14 +47,16 @@ def main(argv: list[str]) -> None:
         }
     }
     subprocesses.answer(facts)
-    facts["places"] = [dataclasses.asdict(try_directory(path)) for path in question["places"]]
+    facts["directories"] = [
+        dataclasses.asdict(try_directory(path)) for path in question["directories"]
+    ]
     subprocesses.answer(facts)
     if question["words"]:
         for progress in trial.steps(question["words"], question["workers"]):
             if is_remote(progress.directory) and progress.directory not in [
-                result["path"] for result in facts["places"]
+                result["path"] for result in facts["directories"]
             ]:
-                facts["places"].append(dataclasses.asdict(try_directory(progress.directory)))
+                facts["directories"].append(dataclasses.asdict(try_directory(progress.directory)))
             subprocesses.answer({**facts, "trial": dataclasses.asdict(progress)})
 
 

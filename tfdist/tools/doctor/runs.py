@@ -80,7 +80,7 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         f"{format_bytes(grown)}: "
         f"parameters {format_bytes(trial.weights)}, gradients {format_bytes(trial.gradients)}, "
         f"optimizer {format_bytes(trial.optimizer)}, "
-        f"activations and all else {format_bytes(max(grown - known, 0))}"
+        f"activations and other memory {format_bytes(max(grown - known, 0))}"
     )
     smaller = "take a smaller data.global_batch, train.precision=mixed_bfloat16, or more replicas"
     free = min((card.free for card in machine.shown), default=None)
@@ -100,8 +100,8 @@ def _memory(trial: Trial, machine: Machine, here: int) -> Check:
         f" ({trial.replicas} replicas, of which one was measured)" if more else ""
     )
     if unknown:
-        description += "; free memory of the GPUs: unknown, nvidia-smi does not tell it"
-    see = "see that each GPU has so much free"
+        description += "; free memory of the GPUs: unknown, nvidia-smi does not report it"
+    see = "make sure that each GPU has this much free"
     if machine.available is None:
         return graded(RUN, "memory", f"{description}; a process takes {of}", see, warns=unknown)
     description += (

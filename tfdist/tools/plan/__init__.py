@@ -1,4 +1,4 @@
-"""Predictions of the memory and traffic of a run for each way to distribute it.
+"""Predictions of the memory and traffic of a run for each option to distribute it.
 
 The predictions do not need the devices, so you can make them before you have any.
 """

@@ -1,4 +1,4 @@
-"""Command-line interface of `tfdist plan`, which compares ways to distribute a run."""
+"""Entry point of `tfdist plan`: compares options to distribute a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import aligned, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.tools.common import subprocesses
-from tfdist.tools.plan.options import Needs, Stage, Way, choose, ways
+from tfdist.tools.plan.options import Needs, Option, Stage, all_options, choose
 
 _DESCRIPTION = """\
-Predicts the memory of each device and the bytes that it sends, for each way to distribute a run
-over devices, and recommends one of the ways. The prediction is based on gradients of small
+Predicts the memory of each device and the bytes that it sends, for each option to distribute a run
+over devices, and recommends one of them. The prediction is based on gradients of small
 batches, which it computes on the CPU of this host.
 
   tfdist plan --config=configs/digits.py --devices 4 --memory 16GB
@@ -42,33 +42,33 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
         print(f"error: {answer.get('error') or problem}", file=sys.stderr)
         return CONFIGURATION_CODE
     needs = Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
-    all_ways = ways(needs, flags.devices, flags.microbatches)
-    chosen, why = choose(all_ways, flags.memory)
+    options = all_options(needs, flags.devices, flags.microbatches)
+    chosen, why = choose(options, flags.memory)
     if flags.json:
         facts = {
             "needs": answer,
             "devices": flags.devices,
             "memory": flags.memory,
-            "ways": [dataclasses.asdict(way) for way in all_ways],
+            "ways": [dataclasses.asdict(option) for option in options],
         }
         print(
             json.dumps({**facts, "chosen": chosen.name if chosen else None, "why": why}, indent=1)
         )
     else:
-        print("\n".join(table(needs, all_ways, flags.memory, chosen, why)))
+        print("\n".join(table(needs, options, flags.memory, chosen, why)))
     return int(chosen is None)
 
 
 def table(
-    needs: Needs, all_ways: Sequence[Way], memory: int | None, chosen: Way | None, why: str
+    needs: Needs, options: Sequence[Option], memory: int | None, chosen: Option | None, why: str
 ) -> list[str]:
     """Return the lines that `tfdist plan` prints.
 
     Args:
         needs: Needs of a training step on one device.
-        all_ways: Ways that `ways` returned.
+        options: Options that `all_options` returned.
         memory: Memory of each device in bytes; None if it is unknown.
-        chosen: Way that `choose` returned; None if no way fits.
+        chosen: Option that `choose` returned; None if none fits.
         why: Reason that `choose` returned.
 
     Returns:
@@ -85,29 +85,31 @@ def table(
         "",
     ]
     memory_text = f" of {format_bytes(memory)}" if memory else ""
-    rows = [("way", "devices", "resident", f"peak{memory_text}", "sent a step", "", "how")]
-    for way in all_ways:
-        if way.refused:
-            rows.append((way.name, str(way.devices), "-", "-", "-", "not possible", way.refused))
+    rows = [("option", "devices", "resident", f"peak{memory_text}", "sent a step", "", "how")]
+    for option in options:
+        if option.refused:
+            rows.append(
+                (option.name, str(option.devices), "-", "-", "-", "not possible", option.refused)
+            )
             continue
-        verdict = "" if memory is None else "fits" if way.peak <= memory else "too large"
-        note = "; ".join(text for text in (way.why, verdict) if text)
-        sent = "not known" if way.sent is None else format_bytes(way.sent)
+        verdict = "" if memory is None else "fits" if option.peak <= memory else "too large"
+        note = "; ".join(text for text in (option.why, verdict) if text)
+        sent = "not known" if option.sent is None else format_bytes(option.sent)
         rows.append(
             (
-                way.name,
-                str(way.devices),
-                format_bytes(way.resident),
-                format_bytes(way.peak),
+                option.name,
+                str(option.devices),
+                format_bytes(option.resident),
+                format_bytes(option.peak),
                 sent,
                 note,
-                way.how,
+                option.how,
             )
         )
     lines += [
         *aligned(rows, left=(0, 5, 6)),
         "",
-        f"Take {chosen.name}: {why}." if chosen else f"No way to take: {why}.",
+        f"Take {chosen.name}: {why}." if chosen else f"Nothing fits: {why}.",
     ]
     return lines
 
@@ -124,7 +126,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=byte_count(unit_required=True),
         metavar="AMOUNT",
-        help="memory of each device, such as 16GB; the table then marks the ways that fit",
+        help="memory of each device, such as 16GB; the table then marks the options that fit",
     )
     parser.add_argument(
         "--microbatches",
@@ -152,7 +154,7 @@ main = Command(
     exit_codes={
         **COMMON_EXIT_CODES,
         0: "the plan was printed",
-        1: "no way fits the memory",
+        1: "no option fits the memory",
         CONFIGURATION_CODE: "the config is wrong, or the model could not be measured",
     },
     run=_plan,

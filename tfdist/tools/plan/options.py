@@ -1,4 +1,4 @@
-"""Analytic memory and communication costs of each way to distribute training.
+"""Analytic memory and communication costs of each option to distribute training.
 
 All figures are computed from the needs of a training step on one device.
 """
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from tfdist.parallel.pipeline_parallel import schedule
+from tfdist.runtime.formatting import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +71,18 @@ class Needs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to distribute training, with the memory and traffic of each device.
+class Option:
+    """One option to distribute training, with the memory and traffic of each device.
 
     Attributes:
-        name: Name of the way.
-        how: Setting or call that selects the way.
+        name: Name of the option.
+        how: Setting or call that selects the option.
         devices: Number of devices that it takes.
         resident: Bytes that a device holds between steps.
         peak: Maximum bytes that a device needs in a step.
         sent: Bytes that a device sends to others in a step; None if they are unknown.
-        why: Cost of the way, in words.
-        refused: Reason why the way is not possible; "" if it is possible.
+        why: Cost of the option, in words.
+        refused: Reason why the option is not possible; "" if it is possible.
     """
 
     name: str
@@ -94,8 +95,8 @@ class Way:
     refused: str = ""
 
 
-def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
-    """Return all ways to train on a number of devices, the simplest first.
+def all_options(needs: Needs, devices: int, microbatches: int = 8) -> list[Option]:
+    """Return all options to train on a number of devices, the simplest first.
 
     ZeRO-1 follows ZeRO-2, because ZeRO-2 needs no more memory and sends less.
 
@@ -105,7 +106,7 @@ def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
         microbatches: Number of micro-batches of pipeline parallelism, default 8.
 
     Returns:
-        The ways, including those that are not possible.
+        The options, including those that are not possible.
     """
     options = [_one(needs)]
     if devices > 1:
@@ -123,51 +124,52 @@ def ways(needs: Needs, devices: int, microbatches: int = 8) -> list[Way]:
     return options
 
 
-def choose(options: Sequence[Way], memory: int | None) -> tuple[Way | None, str]:
-    """Choose the first way that fits the memory of a device.
+def choose(options: Sequence[Option], memory: int | None) -> tuple[Option | None, str]:
+    """Choose the first option that fits the memory of a device.
 
-    The simplest ways come first. Each later way that saves memory costs more, or is harder to use.
+    The simplest options come first. Each later option that saves memory costs more, or is harder
+    to use.
 
     Args:
-        options: Ways that `ways` returned.
+        options: Options that `all_options` returned.
         memory: Memory of a device in bytes; None if it is unknown.
 
     Returns:
-        The way, None if none fits; and the reason in words.
+        The option, None if none fits; and the reason in words.
     """
-    several = [way for way in options if way.devices > 1 and not way.refused] or list(options)
-    # Keep only ways that need less memory than every way before them.
+    possible = [option for option in options if option.devices > 1 and not option.refused]
+    several = possible or list(options)
+    # Keep only options that need less memory than every option before them.
     several = [
-        way
-        for index, way in enumerate(several)
-        if all(way.peak < before.peak for before in several[:index])
+        option
+        for index, option in enumerate(several)
+        if all(option.peak < before.peak for before in several[:index])
     ]
     if memory is None:
         return (
             several[0],
             "how much memory a device has is not known; "
-            "with enough, the simplest way is the quickest",
+            "with enough, the simplest option is the fastest",
         )
-    fits = [way for way in several if way.peak <= memory]
+    fits = [option for option in several if option.peak <= memory]
     if not fits:
-        least = min(several, key=lambda way: way.peak)
+        least = min(several, key=lambda option: option.peak)
         return None, (
-            f"none fits: the least, {least.name}, needs {least.peak / 1e9:.2f} GB at its peak; "
-            "take more devices, a smaller "
-            'global batch, or train.precision="mixed_bfloat16"'
+            f"{least.name} needs the least, {format_bytes(least.peak)} at its peak; "
+            "take more devices, a smaller global "
+            'batch, or train.precision="mixed_bfloat16"'
         )
     before = several[: several.index(fits[0])]
     if not before:
         return fits[0], "it fits, and nothing simpler uses all devices"
-    return fits[
-        0
-    ], f"the first that fits: {before[-1].name} needs {before[-1].peak / 1e9:.2f} GB at its peak"
+    needed = format_bytes(before[-1].peak)
+    return fits[0], f"the first that fits: {before[-1].name} needs {needed} at its peak"
 
 
-def _one(needs: Needs) -> Way:
+def _one(needs: Needs) -> Option:
     resident = needs.trainable + needs.frozen + needs.slots + needs.scalars
     peak = resident + needs.trainable + _step(needs, 1)
-    return Way("one device", 'strategy.name="one_device"', 1, resident, peak, 0)
+    return Option("one device", 'strategy.name="one_device"', 1, resident, peak, 0)
 
 
 def _step(needs: Needs, devices: int, shards: int = 1) -> int:
@@ -187,12 +189,12 @@ def _update(needs: Needs) -> int:
     return 2 * max(needs.weights, default=0)
 
 
-def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Way:
+def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Option:
     resident = needs.trainable + needs.frozen + needs.slots + needs.scalars
     peak = resident + 2 * needs.trainable + _step(needs, devices)  # gradients, and their sums
     sent = 2 * _others(needs.trainable, devices) // (2 if comm_dtype else 1)
     if comm_dtype:
-        return Way(
+        return Option(
             "data parallel, bfloat16",
             'sync.comm_dtype="bfloat16"',
             devices,
@@ -201,10 +203,10 @@ def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Way:
             sent,
             "gradients are rounded to 8 bits",
         )
-    return Way("data parallel", 'strategy.name="auto"', devices, resident, peak, sent)
+    return Option("data parallel", 'strategy.name="auto"', devices, resident, peak, sent)
 
 
-def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> Way:
+def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> Option:
     part = _part(needs, devices)
     # The first `part` holds the shards that the optimizer updates.
     resident = needs.trainable + needs.frozen + part + _slots(needs, devices) + needs.scalars
@@ -221,10 +223,10 @@ def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> W
         if stage == 1
         else ""
     )
-    return Way(name, how, devices, resident, peak, sent, why, needs.not_sharded)
+    return Option(name, how, devices, resident, peak, sent, why, needs.not_sharded)
 
 
-def _fsdp(needs: Needs, devices: int) -> Way:
+def _fsdp(needs: Needs, devices: int) -> Option:
     part = _part(needs, devices)
     resident = part + needs.frozen + _slots(needs, devices) + needs.scalars
     largest = max(needs.units, default=0)
@@ -232,7 +234,7 @@ def _fsdp(needs: Needs, devices: int) -> Way:
     peak = resident + part + 3 * largest + _step(needs, devices, devices)
     kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
     sent = 3 * _others(needs.trainable, devices) - _others(sum(kept_layers), devices)
-    return Way(
+    return Option(
         "FSDP (ZeRO-3)",
         "parallel.zero=3",
         devices,
@@ -244,7 +246,7 @@ def _fsdp(needs: Needs, devices: int) -> Way:
     )
 
 
-def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
+def _pipeline(needs: Needs, devices: int, microbatches: int) -> Option:
     how = f"tfdist.parallel.pipeline(model, {devices}, microbatches={microbatches})"
     refused = needs.not_cut
     if not refused and needs.rows % microbatches:
@@ -255,7 +257,7 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
             f'{needs.last} examples; take data.tail="drop"'
         )
     if refused:
-        return Way("pipeline", how, devices, 0, 0, None, "", refused)
+        return Option("pipeline parallel", how, devices, 0, 0, None, "", refused)
     resident = [
         stage.weights
         + stage.frozen
@@ -281,8 +283,8 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Way:
     )
     passed = [stage.passed for stage in needs.stages if stage.passed is not None]
     sent = max(passed) * needs.rows if len(passed) == devices else None
-    return Way(
-        "pipeline",
+    return Option(
+        "pipeline parallel",
         how,
         devices,
         max(resident),

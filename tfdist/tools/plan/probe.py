@@ -52,7 +52,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
         Needs of a training step on one device.
 
     Raises:
-        ValueError: The settings do not fit each other, the data or this machine.
+        ValueError: If the settings do not fit each other, the data or this machine.
     """
     import tensorflow as tf
 

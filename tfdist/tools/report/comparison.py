@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.runtime.formatting import NOTHING, TIMES, counted, duration, figure, moment
+from tfdist.runtime.formatting import (
+    NOTHING,
+    TIMES,
+    counted,
+    duration,
+    figure,
+    format_bytes,
+    moment,
+)
 from tfdist.tools.bench.results import Setup
 from tfdist.tools.report import bench, curves, scaling, step_figures
 from tfdist.tools.report.bench import ALLREDUCE, PREDICT, SCALING, Benchmark, label
@@ -90,7 +98,7 @@ def of_benchmark(benchmark: Benchmark) -> Chapter:
     for title in ("options", "machine", "versions"):
         facts = benchmark.section(title)
         if title == "machine" and isinstance(facts.get("memory"), int):
-            facts = {**facts, "memory": f"{facts['memory'] / 1e9:.0f} GB"}
+            facts = {**facts, "memory": format_bytes(facts["memory"])}
         tables.append(Table([[key, words(value)] for key, value in facts.items()], caption=title))
     for title, part in benchmark.section("config").items():
         if isinstance(part, dict):
@@ -199,7 +207,7 @@ def _tiles(benchmark: Benchmark) -> list[Tile]:
     if summed:
         wide = max(summed, key=lambda setup: setup.bus_bandwidth)
         tiles.append(
-            Tile(f"{wide.bus_bandwidth / 1e9:.2f} GB/s", f"bandwidth at most: {label(wide)}")
+            Tile(f"{format_bytes(wide.bus_bandwidth)}/s", f"bandwidth at most: {label(wide)}")
         )
         quick = min(summed, key=lambda setup: setup.step)
         tiles.append(Tile(duration(quick.step), f"shortest sum: {label(quick)}"))

@@ -1,4 +1,4 @@
-"""The command `tfdist report`, which writes one HTML file about runs or a benchmark."""
+"""Entry point of `tfdist report`: writes one HTML file about runs or a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tfdist
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
-from tfdist.runtime.formatting import moment
+from tfdist.runtime.formatting import format_bytes, moment
 from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.tools.bench.results import FILE
@@ -139,7 +139,7 @@ def _write(chapters: Sequence[Chapter], out: Path, images: Path | None) -> int:
         ) from error
     foot = f"Made by tfdist {tfdist.__version__} on {moment(time.time())}."
     _whole(out, page.render(chapters, foot).encode(), "--out")
-    print(f"report   {out}, {out.stat().st_size / 1000:,.0f} kB")
+    print(f"report   {out}, {format_bytes(out.stat().st_size)}")
     if images is not None:
         drawn = {
             f"{_prefix(chapter, chapters)}{figure.name}.png": figure

@@ -32,7 +32,7 @@ def chapter(run: Run, name: str) -> Chapter:
     more = []
     if left:
         more.append(
-            f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page has {_METRICS}: "
+            f"{counted(len(left), 'curve')} of {len(run.metrics)}, as a page shows {_METRICS}: "
             f"{', '.join(left[:20])}; TensorBoard has all"
         )
     sections = [
@@ -240,8 +240,8 @@ def _step_breakdown(run: Run) -> Section | None:
             rows.append({"": f"worker {rank}", "step": f"{1e3 * whole:.3g} ms", **shares})
     table = Table.of(rows, right=range(1, 8), caption="In numbers", folded=True)
     compiled = (
-        "All windows have calls that compiled, which tell nothing of a usual step: train for more "
-        "steps."
+        "All windows contain calls that compiled, which do not represent a usual step: train for "
+        "more steps."
     )
     text = [] if figures else [compiled]
     return Section("Where the time of a step goes", figures, [table], text)
@@ -300,7 +300,7 @@ def _fault_table(launch: Launch) -> Table:
             "detected after": seconds(fault_report.detected),
             "recovered after": seconds(fault_report.recovered),
             "lost steps": NOTHING if fault_report.lost is None else f"{fault_report.lost:,}",
-            "went on from": fault_report.origin or NOTHING,
+            "resumed from": fault_report.origin or NOTHING,
         }
         for number, fault_report in enumerate(fault_reports[:_FAULTS], 1)
     ]
@@ -323,7 +323,7 @@ def _sessions(run: Run) -> Table:
             row[key.replace("_", " ")] = NOTHING if value is None else str(value)
         rows.append(row)
     once = len(rows) == 1
-    return Table.of(rows, right=(3, 5, 6, 7), caption="Each begin of training", folded=once)
+    return Table.of(rows, right=(3, 5, 6, 7), caption="Each start of training", folded=once)
 
 
 def _settings(run: Run) -> Section | None:

@@ -115,7 +115,7 @@ class Run:
 
     @property
     def restarts(self) -> int | None:
-        """Return the number of restarts, by launchers or by hand; None if no file tells."""
+        """Return the number of restarts, by launchers or by hand; None if no file contains it."""
         by_launchers = sum(launch.restarts for launch in self.launches)
         known = bool(self.sessions or self.launches)
         return (
@@ -131,7 +131,7 @@ class Run:
 
     @functools.cached_property
     def begun(self) -> float | None:
-        """Return the time when the run began, in seconds since 1970; None if no file tells."""
+        """Return the time when the run began, in seconds since 1970; None if it is not known."""
         times = [session["time"] for session in self.sessions[:1]]
         times += [launch.recovery.begun for launch in self.launches[:1]]
         times += [
@@ -199,7 +199,7 @@ def read_run(directory: Path, launches: Sequence[Path] = ()) -> Run:
     config = reader.object(directory / layout.CONFIG)
     if not step_breakdown:
         why = (
-            "no worker has told of one yet"
+            "no worker has written one yet"
             if section(config, "telemetry").get("step_breakdown")
             else "train with --config.telemetry.step_breakdown=true"
         )
@@ -363,15 +363,15 @@ def _launches(
         path = _find(directory, Path(name))
         if path is None:
             absent.append(
-                f"no restarts of the launch in {name}: it is not there any more, or "
-                "elsewhere; name it with --launch DIR"
+                f"no restarts of the launch in {name}: it was moved or removed; "
+                "name it with --launch DIR"
             )
         else:
             by_path.setdefault(path.resolve(), path)
     if not named and not directories:
         absent.append(
-            "no restarts on the time axis: not started by `tfdist launch`, as far as its "
-            "files tell; else name its logs with --launch DIR"
+            "no restarts on the time axis: not started by `tfdist launch`, according to "
+            "its files; if it was, name its logs with --launch DIR"
         )
     launches = [launch for path in by_path.values() if (launch := _launch(path, reader))]
     return sorted(launches, key=lambda launch: launch.recovery.begun)

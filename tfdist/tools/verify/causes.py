@@ -41,14 +41,14 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
     assert first is not None
     if first.kind == START:
         return (
-            "the replicas begin with other weights than one replica: another seed, or weights "
-            "that are loaded or made in other ways in some process. Build the model from the "
-            "run's seed, inside strategy.scope()."
+            "the initial weights differ from those of one replica: a different seed, or weights "
+            "that some process loads or makes differently. Build the model from the run's seed, "
+            "inside strategy.scope()."
         )
     if first.kind == EXAMPLES:
         return (
-            "the data of the workers do not end with the same step as those of one replica. Let "
-            "tfdist deal out the rows."
+            "the data of the workers end at a different step than those of one replica. Let "
+            "tfdist distribute the rows."
         )
     factor = gradient_factor(comparison)
     alone = _normalized_alone(comparison)
@@ -57,17 +57,16 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
         name = _layer(first) if _layer(first) in alone else alone[0]
         return (
             f"{name}{others} normalizes with the statistics of each replica's own rows, not of "
-            "the whole batch, and all that follows differs with it. That is how "
-            "BatchNormalization is; BatchNormalization(synchronized=True) takes the whole "
-            "batch's."
+            "the whole batch, and so do all later values. BatchNormalization does this by design; "
+            "BatchNormalization(synchronized=True) uses the statistics of the whole batch."
         )
     if factor is not None:
         return _of_factor(factor, comparison.replicas)
     if first.kind == COPIES:
         return (
-            f"the replicas' own copies of {first.name} have come apart: something assigns to it "
-            "on each replica from that replica's rows alone, beside the optimizer. Let the "
-            "optimizer do it, or sum over the replicas before."
+            f"the replicas' copies of {first.name} differ: besides the optimizer, something "
+            "assigns to it on each replica from that replica's rows alone. Let the optimizer do "
+            "it, or sum over the replicas before."
         )
     if drawn:
         return (
@@ -78,21 +77,20 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
     kinds = {difference.kind for difference in comparison.differences if difference.exceeds}
     if kinds == {LOGS}:
         return (
-            f"gradients and weights agree, and only what is reported differs: {first.name} is no "
-            "mean over rows that replicas could put together. Return the model's metrics from "
+            f"gradients and weights agree, and only the logs differ: {first.name} is not a mean "
+            "over rows, so replicas cannot combine it. Return the model's metrics from "
             "train_step, updated with update_state()."
         )
     if not any(difference.kind == GRADIENTS for difference in comparison.differences):
         return (
-            "no known pattern without gradients, of which none were seen whole: with "
-            "parallel.zero replicas share them, and a train_step of your own may update without "
-            "the optimizer. Verify with --config.parallel.zero=0: what differs there too is told "
-            "by them."
+            "no pattern can be found without whole gradients: with parallel.zero each replica "
+            "has only a part of them, and a train_step of your own may update without the "
+            "optimizer. Verify with --config.parallel.zero=0, which compares gradients."
         )
     if first.kind in (WEIGHTS, OPTIMIZER) and GRADIENTS not in kinds:
         return (
-            f"the summed gradients agree, and what becomes of them does not: {first.name} is "
-            "changed by something else than the optimizer, or the optimizer takes other steps."
+            f"the summed gradients agree, but the updates differ: something other than the "
+            f"optimizer changes {first.name}, or the optimizer takes different steps."
         )
     if first.kind in (LOGS, GRADIENTS):
         return (
@@ -167,7 +165,7 @@ def _of_rows(rows: Rows) -> str:
                 else ""
             )
             + (
-                ". Let tfdist deal out the rows (a tfdist.data.pipeline, or a data set of global "
+                ". Let tfdist distribute the rows (a tfdist.data.pipeline, or a data set of global "
                 "batches, the same on all workers); or shard() by worker."
             )
         )

@@ -57,7 +57,7 @@ class Difference:
         synchronized: Whether the layer computes its statistics over all replicas.
         worker: Rank of the worker whose copy is compared. Default: 0.
         ratio: Norm of the gradient divided by that of the reference; None for other kinds.
-        wanted: Bound that would be necessary, if rounding alone can exceed `allowed` by so much
+        needed: Bound that would be necessary, if rounding alone can exceed `allowed` by so much
             that this difference proves nothing; otherwise 0.
     """
 
@@ -71,12 +71,12 @@ class Difference:
     synchronized: bool = False
     worker: int = 0
     ratio: float | None = None
-    wanted: float = 0.0
+    needed: float = 0.0
 
     @property
     def exceeds(self) -> bool:
         """Return whether the difference is larger than rounding explains."""
-        return not self.value <= self.allowed and not self.wanted
+        return not self.value <= self.allowed and not self.needed
 
     @property
     def excess(self) -> float:
@@ -154,7 +154,7 @@ class Comparison:
     @property
     def inconclusive(self) -> list[Difference]:
         """Return the differences that prove nothing because rounding alone is too large."""
-        return [difference for difference in self.differences if difference.wanted]
+        return [difference for difference in self.differences if difference.needed]
 
     @property
     def first(self) -> Difference | None:
@@ -174,7 +174,7 @@ class Comparison:
         strict = [
             difference
             for difference in of_kind
-            if difference.exceeds or difference.wanted or difference.allowed <= self.tolerance
+            if difference.exceeds or difference.needed or difference.allowed <= self.tolerance
         ]
         return max(strict or of_kind, key=lambda d: d.excess, default=None)
 
@@ -247,7 +247,7 @@ def _allowing(difference: Difference, rounding: float) -> Difference:
         else math.inf
     )
     needed = rounding if rounding > end and tolerance < difference.value <= rounding else 0.0
-    return dataclasses.replace(difference, allowed=min(rounding, end), wanted=needed)
+    return dataclasses.replace(difference, allowed=min(rounding, end), needed=needed)
 
 
 def _of_step(

@@ -42,7 +42,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
 
     Args:
         flags: Flags of the command, which are changed in place.
-        words: Words about the config.
+        words: Config arguments.
 
     Raises:
         ValueError: If flags contradict each other. The message names the flag, the expected and the
@@ -50,10 +50,10 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     """
     require_config(words)
     if flags.strategy is not None or flags.workers is not None:
-        settle(flags, "multi_worker_mirrored")
+        fill_in_strategy(flags, "multi_worker_mirrored")
 
 
-def settle(flags: argparse.Namespace, default: str) -> None:
+def fill_in_strategy(flags: argparse.Namespace, default: str) -> None:
     """Fill in strategy, workers and devices.
 
     Args:
@@ -61,7 +61,7 @@ def settle(flags: argparse.Namespace, default: str) -> None:
         default: Strategy if there is no --strategy.
 
     Raises:
-        ValueError: The strategy is not supported, or the flags do not fit together.
+        ValueError: If the strategy is not supported, or the flags do not fit together.
     """
     origin = "--strategy" if flags.strategy is not None else "strategy.name"
     flags.strategy = flags.strategy or default
@@ -108,7 +108,8 @@ def _verify(flags: argparse.Namespace, words: list[str]) -> int:
         )
     if flags.strategy is None:
         usual = "multi_worker_mirrored" if flags.devices is None else "mirrored"
-        settle(flags, usual if settings.strategy.name == "auto" else settings.strategy.name)
+        named = settings.strategy.name
+        fill_in_strategy(flags, usual if named == "auto" else named)
     with contextlib.ExitStack() as stack:
         directory = (
             Path(os.path.abspath(keep(flags.keep)))
@@ -152,7 +153,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
             together = ()
             show_line(
                 "not compiled: left out, because uncompiled replicas of one process run one after "
-                "another, and cannot exchange parts"
+                "another, and cannot run collectives"
             )
 
     def make_settings(name: str, **options: Any) -> Settings:
@@ -163,7 +164,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     # Strategies with one process record the single replica in that process. Workers have processes
     # of their own, so the single replica gets its own process too, which sees no cluster.
     runs = (
-        [("", make_settings("one", alone=alone, ways=(), devices=first_device(flags.devices)))]
+        [("", make_settings("one", alone=alone, modes=(), devices=first_device(flags.devices)))]
         if clustered
         else []
     )
@@ -171,11 +172,11 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
     if clustered and not flags.quick:
         communications.append("auto" if communications[0] == "ring" else "ring")
     for number, communication in enumerate(communications):
-        ways = (COMPILED, *(together if not number else ()))
+        modes = (COMPILED, *(together if not number else ()))
         options = {"communication": communication} if clustered else {"alone": alone}
         several = make_settings(
             f"several-{number}",
-            ways=ways,
+            modes=modes,
             strategy=flags.strategy,
             devices=flags.devices,
             **options,
@@ -193,7 +194,7 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
             failure = f"{prefix}{error}"
             code = error.code
         if process.alone:
-            one, missing = read({way: [process.file(way, 0, alone=True)] for way in alone})
+            one, missing = read({mode: [process.file(mode, 0, alone=True)] for mode in alone})
             if missing:
                 print(
                     (
@@ -211,13 +212,13 @@ def _compare(flags: argparse.Namespace, words: list[str], settings: Any, directo
             break
         recorded, missing = read(
             {
-                way: [process.file(way, rank) for rank in range(flags.workers or 1)]
-                for way in process.ways
+                mode: [process.file(mode, rank) for rank in range(flags.workers or 1)]
+                for mode in process.modes
             }
         )
         failure = f"{prefix}{missing}" if missing else None
-        for way, recordings in recorded.items():
-            name = f"{prefix}{'compiled' if way == COMPILED else 'not compiled'}"
+        for mode, recordings in recorded.items():
+            name = f"{prefix}{'compiled' if mode == COMPILED else 'not compiled'}"
             comparisons[name] = compare(
                 one[COMPILED][0], recordings, one[ROUNDING][0], flags.tolerance
             )
@@ -302,7 +303,7 @@ def _start(settings: Any, flags: argparse.Namespace) -> None:
         ]
         record = [*launch, "--hang-timeout", bound, "--start-timeout", bound, "--", "-m", *record]
     else:
-        who = f"the process of {settings.strategy}" if settings.ways else "one replica"
+        who = f"the process of {settings.strategy}" if settings.modes else "one replica"
     processes.run(record, directory / "log", flags.timeout, who)
 
 

@@ -37,7 +37,7 @@ def run(words: Sequence[str], log: Path, timeout: float, who: str) -> None:
         who: Name of the process, for messages.
 
     Raises:
-        RecordingFailed: The process did not exit with code 0 in time.
+        RecordingFailed: If the process did not exit with code 0 in time.
     """
     with Children(_GRACE_S) as children:
         try:

@@ -62,23 +62,23 @@ def record(settings: Settings) -> None:
         one = build.make_strategy(
             dataclasses.replace(where, name="one_device", devices=first_device(settings.devices))
         )
-        for way in settings.alone:
+        for mode in settings.alone:
             train(
                 dataclasses.replace(described, parallel=config.Parallel()),
                 one,
-                way,
+                mode,
                 settings.steps,
                 whole,
-            ).write(settings.file(way, 0, alone=True))
+            ).write(settings.file(mode, 0, alone=True))
     rank = strategy.tfdist_engine.placement.rank  # type: ignore[attr-defined]
-    for way in settings.ways:
-        train(described, strategy, way, settings.steps, whole).write(settings.file(way, rank))
+    for mode in settings.modes:
+        train(described, strategy, mode, settings.steps, whole).write(settings.file(mode, rank))
 
 
 def train(
     described: config.Run,
     strategy: tf.distribute.Strategy,
-    way: str,
+    mode: str,
     steps: int,
     gradients: bool = True,
 ) -> recording.Recording:
@@ -87,7 +87,7 @@ def train(
     Args:
         described: Run to train.
         strategy: Strategy from tfdist.
-        way: Execution mode: "compiled", "eager" or "rounding".
+        mode: Execution mode: "compiled", "eager" or "rounding".
         steps: Number of steps.
         gradients: Whether replicas have complete gradients, so that norms can be computed. Default:
             True.
@@ -100,7 +100,7 @@ def train(
     batches = input_pipeline.pipeline(described, "train")
     model = build.make_model(described, strategy, batches)
     model.steps_per_execution = 1
-    if way == EAGER:
+    if mode == EAGER:
         model.run_eagerly = True
     engine: Any = strategy.tfdist_engine  # type: ignore[attr-defined]
     probe = Probe(engine.placement.first_replica)
@@ -108,7 +108,7 @@ def train(
 
     def train_step(data):
         probe.see_rows(data)
-        return model_step(reverse(data) if way == ROUNDING else data)
+        return model_step(reverse(data) if mode == ROUNDING else data)
 
     model.train_step = train_step
     engine.watch_gradients = probe.see_gradients if gradients else None

@@ -13,10 +13,14 @@ import numpy as np
 SAMPLE = 65_536  # maximum number of recorded values of a variable, evenly spaced
 
 # Kinds of compared values, in the order in which a step computes them.
-EXAMPLES, START, STATISTICS, LOGS, GRADIENTS, WEIGHTS, OPTIMIZER, COPIES = (
-    *("examples", "initial state", "moving statistics", "loss and metrics", "gradients' norms"),
-    *("weights", "optimizer", "copies"),
-)
+EXAMPLES = "examples"
+START = "initial state"
+STATISTICS = "moving statistics"
+LOGS = "loss and metrics"
+GRADIENTS = "gradients' norms"
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+COPIES = "copies"
 SEEDS = "seeds"
 KINDS = (EXAMPLES, START, STATISTICS, LOGS, GRADIENTS, WEIGHTS, OPTIMIZER, COPIES)
 
@@ -88,7 +92,7 @@ class Recording:
         """Read a recording from a file that `write` wrote.
 
         Raises:
-            ValueError: The file is damaged.
+            ValueError: If the file is damaged.
         """
         try:
             with np.load(path) as file:
@@ -136,15 +140,15 @@ def read(files: Mapping[str, Sequence[Path]]) -> tuple[dict[str, list[Recording]
         missing ones, or "".
     """
     missing = [
-        f"worker {rank} wrote no recording of the steps {way!r} ({file})"
-        for way, of_way in files.items()
-        for rank, file in enumerate(of_way)
+        f"worker {rank} wrote no recording of the steps {mode!r} ({file})"
+        for mode, of_mode in files.items()
+        for rank, file in enumerate(of_mode)
         if not file.exists()
     ]
     recordings = {
-        way: [Recording.read(file) for file in of_way]
-        for way, of_way in files.items()
-        if all(file.exists() for file in of_way)
+        mode: [Recording.read(file) for file in of_mode]
+        for mode, of_mode in files.items()
+        if all(file.exists() for file in of_mode)
     }
     return recordings, "; ".join(missing)
 

@@ -82,7 +82,7 @@ def failed(replicas: str, reason: str) -> list[str]:
         reason: Reason for the failure.
     """
     lines = [
-        f"NOT THE SAME: one replica trains, {replicas} fail.",
+        f"NOT THE SAME: one replica trains, but {replicas} fail.",
         *(f"  {line}" for line in reason.splitlines()),
     ]
     if workers_differ(reason):
@@ -95,19 +95,19 @@ def failed(replicas: str, reason: str) -> list[str]:
     return lines
 
 
-def table(ways: Mapping[str, Comparison]) -> list[str]:
+def table(comparisons: Mapping[str, Comparison]) -> list[str]:
     """Return a table of the largest differences of each execution mode, by kind.
 
     A `!` marks a difference that rounding does not explain. A `?` marks one that cannot be judged,
     because rounding alone is too large.
 
     Args:
-        ways: Comparisons by the name of the execution mode.
+        comparisons: Comparisons by the name of the execution mode.
     """
     rows = [("", *_COLUMNS.values(), "examples")]
-    for way, comparison in ways.items():
+    for mode, comparison in comparisons.items():
         cells = [_cell(comparison.largest(kind)) for kind in _COLUMNS]
-        rows.append((way, *cells, "other !" if comparison.rows else "the same"))
+        rows.append((mode, *cells, "other !" if comparison.rows else "the same"))
     return aligned(rows)
 
 
@@ -135,7 +135,7 @@ def first(comparison: Comparison) -> list[str]:
             for count, what in (
                 (rows.shared, "taken by several workers"),
                 (rows.strange, "that one replica does not take"),
-                (rows.missing, "taken by nobody"),
+                (rows.missing, "taken by no worker"),
             )
             if count
         ]
@@ -156,16 +156,16 @@ def first(comparison: Comparison) -> list[str]:
     return lines
 
 
-def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> list[str]:
+def verdict(comparisons: Mapping[str, Comparison], drawn: list[str], replicas: str) -> list[str]:
     """Return the overall result, with the likely cause of a difference.
 
     Args:
-        ways: Comparisons by the name of the execution mode, the mode of training first.
+        comparisons: Comparisons by the name of the execution mode, the mode of training first.
         drawn: Paths of seeds that advanced in the reference.
         replicas: Description of the compared replicas, such as "2 workers".
     """
-    wrong = {way: comparison for way, comparison in ways.items() if comparison.differs}
-    if not wrong and (reasons := unproved(ways)):
+    wrong = {mode: comparison for mode, comparison in comparisons.items() if comparison.differs}
+    if not wrong and (reasons := unproved(comparisons)):
         return [
             f"NOT COMPARED: {reasons[0]}.",
             *(f"  Also: {reason}." for reason in reasons[1:4]),
@@ -186,26 +186,26 @@ def verdict(ways: Mapping[str, Comparison], drawn: list[str], replicas: str) -> 
                 "what one replica computes, step by step."
             )
         ]
-    way, worst = next(iter(wrong.items()))
+    mode, worst = next(iter(wrong.items()))
     lines = [
         f"NOT THE SAME: {', '.join(wrong)}. First differences:",
         *(f"  {line}" for line in first(worst)),
     ]
-    if next(iter(ways)) != way:
-        return [*lines, _cause(_only(way))]
+    if next(iter(comparisons)) != mode:
+        return [*lines, _cause(_only(mode))]
     return [*lines, _cause(likely(worst, drawn))]
 
 
-def unproved(ways: Mapping[str, Comparison]) -> list[str]:
+def unproved(comparisons: Mapping[str, Comparison]) -> list[str]:
     """Return why equality is not proved although no difference exceeds rounding.
 
     Returns:
         Reasons; empty if equality is proved.
     """
-    if not ways:
+    if not comparisons:
         return ["nothing was recorded"]
     reasons = []
-    for comparison in ways.values():
+    for comparison in comparisons.values():
         reasons += [
             f"step {step}: {_WHAT[kind].format(name)} of one replica is not finite"
             for step, kind, name in comparison.infinite
@@ -213,24 +213,33 @@ def unproved(ways: Mapping[str, Comparison]) -> list[str]:
         for difference in comparison.inconclusive:
             what = f"{_when(difference)}: {_what(difference)} by {_number(difference.value)}"
             reasons.append(
-                f"{what}, and rounding alone explains {_number(difference.wanted)}: too much to "
-                "tell a fault from it"
+                f"{what}, and rounding alone explains {_number(difference.needed)}, so a fault "
+                "cannot be distinguished from rounding"
             )
     return list(dict.fromkeys(reasons))
 
 
-def facts(ways: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
+def facts(comparisons: Mapping[str, Comparison], drawn: list[str]) -> dict[str, Any]:
     """Return the results as plain values for JSON.
 
     Args:
-        ways: Comparisons by the name of the execution mode.
+        comparisons: Comparisons by the name of the execution mode.
         drawn: Paths of seeds that advanced in the reference.
     """
-    same = bool(ways) and all(way.same for way in ways.values()) and not drawn
-    result: dict[str, Any] = {"same": same, "random": drawn, "unproved": unproved(ways), "ways": {}}
-    for way, comparison in ways.items():
+    same = (
+        bool(comparisons)
+        and all(comparison.same for comparison in comparisons.values())
+        and not drawn
+    )
+    result: dict[str, Any] = {
+        "same": same,
+        "random": drawn,
+        "unproved": unproved(comparisons),
+        "ways": {},
+    }
+    for mode, comparison in comparisons.items():
         largest = {kind: difference for kind in _WHAT if (difference := comparison.largest(kind))}
-        result["ways"][way] = {
+        result["ways"][mode] = {
             "same": comparison.same,
             "steps": comparison.steps,
             "replicas": comparison.replicas,
@@ -247,8 +256,8 @@ def _cause(text: str) -> str:
     return textwrap.fill(f"Likely cause: {text}", 120, subsequent_indent="  ")
 
 
-def _only(way: str) -> str:
-    if "not compiled" in way:
+def _only(mode: str) -> str:
+    if "not compiled" in mode:
         return (
             "only steps that are not compiled differ: Python code in the model, loss or "
             "train_step runs in each step there, and once, while it is traced, in compiled ones."
@@ -276,7 +285,7 @@ def _cell(difference: Difference | None) -> str:
         return "-"
     return (
         f"{_number(difference.value)}"
-        f"{' !' if difference.exceeds else ' ?' if difference.wanted else ''}"
+        f"{' !' if difference.exceeds else ' ?' if difference.needed else ''}"
     )
 
 

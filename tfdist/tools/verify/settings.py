@@ -25,7 +25,7 @@ class Settings:
         devices: Devices of the strategy, as in `make_strategy`. None: all.
         communication: Collective communication between workers. Default: "auto".
         steps: Number of steps to train. Default: 5.
-        ways: Execution modes to record, one after another.
+        modes: Execution modes to record, one after another.
         alone: Execution modes to record with one replica before that, in the same process.
         timeout: Longest wait of a step for other workers, in seconds. Default: 600.
     """
@@ -36,7 +36,7 @@ class Settings:
     devices: str | None = None
     communication: str = "auto"
     steps: int = 5
-    ways: tuple[str, ...] = (COMPILED,)
+    modes: tuple[str, ...] = (COMPILED,)
     alone: tuple[str, ...] = ()
     timeout: float = 600.0
 
@@ -58,15 +58,15 @@ class Settings:
         }
         return cls(**values)
 
-    def file(self, way: str, rank: int, alone: bool = False) -> Path:
+    def file(self, mode: str, rank: int, alone: bool = False) -> Path:
         """Return the file for a worker's recording of an execution mode.
 
         Args:
-            way: Execution mode.
+            mode: Execution mode.
             rank: Rank of the worker.
             alone: Whether the recording is made with one replica. Default: False.
         """
-        return Path(self.directory) / f"{'one-' if alone else ''}{way}-{rank}.npz"
+        return Path(self.directory) / f"{'one-' if alone else ''}{mode}-{rank}.npz"
 
 
 def first_device(devices: str | None) -> str | None:

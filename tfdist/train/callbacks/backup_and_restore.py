@@ -58,13 +58,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         backup_dir: Directory of the snapshots of one `fit`. All workers must be able to reach it.
         save_freq: "epoch" to save at the end of each epoch, a number to save after that many steps,
             or a time such as "30s", "5m" or "1h".
-        double_checkpoint: As in Keras. `keep=2` is the default in any case.
+        double_checkpoint: Argument of Keras' callback. `keep=2` is the default in any case.
         delete_checkpoint: Whether to remove the snapshots when training is complete.
         keep: Number of most recent snapshots to keep, 1 or more. A damaged snapshot is skipped, and
             the one before it is used.
 
     Raises:
-        ValueError: An argument is invalid.
+        ValueError: If an argument is invalid.
     """
 
     def __init__(
@@ -623,7 +623,7 @@ def _seconds_of(save_freq: Any) -> float | None:
         The time in seconds; None for "epoch" or a number of steps.
 
     Raises:
-        ValueError: It is a text of another form.
+        ValueError: If it is a text of another form.
     """
     if not isinstance(save_freq, str) or save_freq == "epoch":
         return None

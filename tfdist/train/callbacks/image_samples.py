@@ -34,7 +34,7 @@ class ImageSamples(keras.callbacks.Callback):
         every: Number of epochs between two summaries, 1 by default.
 
     Raises:
-        ValueError: The data are not such images, or a number is invalid.
+        ValueError: If the data are not such images, or a number is invalid.
     """
 
     def __init__(

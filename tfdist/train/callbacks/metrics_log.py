@@ -27,7 +27,7 @@ class Log(keras.callbacks.Callback):
         settings: Settings of the run by name, for writers that compare runs.
 
     Raises:
-        ValueError: `every` is not a number of steps.
+        ValueError: If `every` is not a number of steps.
 
     Example:
         >>> import sys

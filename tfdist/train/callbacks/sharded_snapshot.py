@@ -31,7 +31,7 @@ def save(model: Any, engine: Hooks, store: Store) -> list[str]:
         empty if nothing is sharded.
 
     Raises:
-        OSError: This worker or another one cannot write there.
+        OSError: If this worker or another one cannot write there.
     """
     rows = state.rows_of_model(model)
     if not rows:
@@ -75,8 +75,8 @@ def check(model: Any) -> None:
         model: Any model, sharded or not.
 
     Raises:
-        ValueError: The model is sharded over several processes that train without a strategy scope.
-            Each of them would save its own rows as if they were all rows.
+        ValueError: If the model is sharded over several processes that train without a strategy
+            scope. Each of them would save its own rows as if they were all rows.
     """
     holder = holder_of(model.optimizer, model.trainable_weights)
     if (

@@ -47,7 +47,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         **kwargs: Further arguments of `keras.callbacks.TensorBoard`.
 
     Raises:
-        ValueError: An argument is invalid.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> TensorBoard("runs", "try-1", graph=False).root_dir

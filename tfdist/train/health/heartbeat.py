@@ -112,7 +112,7 @@ class Heartbeat:
             name: Name as in a chaos plan: "start", "saving", "saved", "restoring", "end".
 
         Raises:
-            OSError: The chaos plan simulates a full disk.
+            OSError: If the chaos plan simulates a full disk.
         """
         for fault in [fault for fault in self._faults if fault.moment == name]:
             self._inject(fault)

@@ -63,7 +63,7 @@ class Watchdog:
                 step of a call that runs many steps. None for a call that runs one step.
 
         Raises:
-            TimeoutError: No step was made for too long. After that, no call can wait for other
+            TimeoutError: If no step was made for too long. After that, no call can wait for other
                 workers in this process any more.
         """
         if self._seconds == math.inf:
@@ -91,7 +91,7 @@ class Watchdog:
         """Explain TensorFlow's error about workers that are in different collectives.
 
         Raises:
-            RuntimeError: This worker and the others are out of step.
+            RuntimeError: If this worker and the others are out of step.
         """
         try:
             yield

@@ -154,7 +154,7 @@ class Pass:
         """Return the next batch, read on the coordinator.
 
         Raises:
-            StopIteration: There are no more batches.
+            StopIteration: If there are no more batches.
         """
         if self._iterator is None:
             self._iterator = self.stream.local()

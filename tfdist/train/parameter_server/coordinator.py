@@ -305,7 +305,8 @@ def _undistribute(method: str, call: dict, *names: str) -> None:
                 "which has other data in each worker, expected a tf.data.Dataset. Pass the data "
                 "set itself: the workers share its batches."
             )
-        call[name] = call["kwargs"][name] = dataset
+        call[name] = dataset
+        call["kwargs"][name] = dataset
 
 
 def _check_end(method: str, data, steps: int | None, argument: str) -> None:

@@ -130,9 +130,9 @@ class Pool:
         """Wait until `ready()` is true. It is called with the pool's lock held.
 
         Raises:
-            Exception: Error that a work item raised, reported once.
-            ParameterServerLost: A parameter server is gone.
-            TimeoutError: No worker is left, or a worker takes too long. The message names them.
+            Exception: If a work item raised it; reported once.
+            ParameterServerLost: If a parameter server is gone.
+            TimeoutError: If no worker is left, or a worker takes too long. The message names them.
         """
         while True:
             with self.changed:

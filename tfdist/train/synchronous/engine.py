@@ -67,10 +67,15 @@ class Engine(Hooks):
     watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, placement: Placement, host: str,
-        central: bool = False, timeout: float = 600.0, sync: Policy | None = None,
+        self,
+        strategy: tf.distribute.Strategy,
+        placement: Placement,
+        host: str,
+        central: bool = False,
+        timeout: float = 600.0,
+        sync: Policy | None = None,
         communication: str = "auto",
-    ):  # fmt: skip
+    ):
         self._strategy = strategy
         self.host = host
         self._central = central

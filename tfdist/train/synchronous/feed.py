@@ -100,8 +100,9 @@ class Feed:
                 "not make. The data must give the same batches in each pass. If they are "
                 "reshuffled in each pass, as arrays are unless you pass shuffle=False, some "
                 "examples of this epoch are trained twice and others are skipped.",
-                step, epoch + 1,
-            )  # fmt: skip
+                step,
+                epoch + 1,
+            )
         done = self.position.go_to(epoch, step, position)
         if not done:
             return
@@ -138,9 +139,9 @@ class Feed:
                 tf.data runs ahead in those too.
         """
         placement = self.placement
-        if placement.replicas > 1 and (shares := _shares(dataset, placement, skipped)):
+        if placement.replicas > 1 and (local_rows := _local_rows(dataset, placement, skipped)):
             compared = placement.workers > 1
-            dataset = limited(shares, most).map(
+            dataset = limited(local_rows, most).map(
                 plain(lambda s: Batch(s.data, s.rows, s.fingerprint if compared else None))
             )
         else:
@@ -218,14 +219,16 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
         data = element(args)
         return replicas.map(lambda r: of_replica(r, data, count_rows(data), 0))
 
-    def of_share(part):
+    def of_local_rows(part):
         begin, _ = rows_of_replicas(
             part.rows, placement.first_replica, 1, placement.replicas, tf.minimum
         )
         return replicas.map(lambda r: of_replica(r, part.data, part.rows, begin))
 
-    shares = _shares(dataset, placement)
-    return dataset.flat_map(plain(of_batch)) if shares is None else shares.flat_map(plain(of_share))
+    local_rows = _local_rows(dataset, placement)
+    if local_rows is None:
+        return dataset.flat_map(plain(of_batch))
+    return local_rows.flat_map(plain(of_local_rows))
 
 
 def batch_of(data: Any, placement: Placement) -> Batch:
@@ -293,15 +296,15 @@ def any_rows(data: Any) -> Any:
     return tf.nest.map_structure(spec, data)
 
 
-def _shares(
+def _local_rows(
     dataset: tf.data.Dataset, placement: Placement, skipped: int = 0
 ) -> tf.data.Dataset | None:
-    """Return this worker's share of a `tfdist.data` data pipeline; None for other data sets.
+    """Return this worker's rows of a `tfdist.data` data pipeline; None for other data sets.
 
-    Such a data pipeline reads only this worker's rows.
+    Such a data pipeline reads only these rows.
     """
-    share_of = getattr(dataset, "replica_rows", None)
-    return share_of and share_of(
+    replica_rows = getattr(dataset, "replica_rows", None)
+    return replica_rows and replica_rows(
         placement.first_replica, placement.local_replicas, placement.replicas, first_step=skipped
     )
 

@@ -1,4 +1,4 @@
-"""Gathered rows: the rows of all replicas, for losses and metrics that are not means over rows."""
+"""All-gather of rows, for losses and metrics that are not means over rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_gather_rows(x: Any) -> Any:
         All rows, `[rows, ...]`; `x` itself with one replica, and while Keras builds a model.
 
     Raises:
-        ValueError: From TensorFlow, if `x` has no axes.
+        ValueError: If `x` has no axes (raised by TensorFlow).
 
     Example:
         >>> all_gather_rows(tf.constant([[1.0], [2.0]])).numpy()
@@ -63,8 +63,8 @@ def all_gather_rows(x: Any) -> Any:
 
 def _gathered(x: tf.Tensor) -> tf.Tensor:
     """Return the rows of all replicas; TensorFlow's collective does not take all dtypes."""
-    wire = _GATHERED_AS.get(x.dtype, x.dtype)
-    rows = tf.distribute.get_replica_context().all_gather(tf.cast(x, wire), axis=0)
+    comm_dtype = _GATHERED_AS.get(x.dtype, x.dtype)
+    rows = tf.distribute.get_replica_context().all_gather(tf.cast(x, comm_dtype), axis=0)
     return tf.cast(rows, x.dtype)
 
 
@@ -74,9 +74,10 @@ def _with_gradient(x: tf.Tensor, function: Callable[[tf.Tensor], tf.Tensor]) -> 
 
 
 def update_metric(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
-    """Update a metric in a step: by this replica's rows if states may be summed, else by all rows.
+    """Update a metric in a step by this replica's rows, or by all rows.
 
-    In the second case all replicas make the same update, and the first one's state counts.
+    All rows are used if the states of replicas cannot be summed. Then all replicas make the same
+    update, and the first one's state counts.
 
     Args:
         metric: Metric that is not Keras' own.

@@ -1,5 +1,6 @@
-"""Gradient aggregation over replicas, and the update, as `tfdist.sync.Gradients` says.
+"""Gradient aggregation over replicas: sum, gradient clipping, accumulation and update.
 
+The policy is a `tfdist.sync.Gradients`.
 Keras clips, accumulates and checks each replica's gradients before they are summed. Here the sum
 comes first, so that clipping, accumulation and checks see what a single replica would see.
 """

@@ -123,9 +123,13 @@ def apply_centrally(
 
 
 def apply_to_parts(
-    holder: Zero | FSDP, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads: list,
-    variables: list | None, local: int,
-) -> Any:  # fmt: skip
+    holder: Zero | FSDP,
+    optimizer: keras.optimizers.Optimizer,
+    keras_apply: Callable,
+    grads: list,
+    variables: list | None,
+    local: int,
+) -> Any:
     """Update the state that each replica holds a part of; called in replica context.
 
     Args:

@@ -42,26 +42,26 @@ class ReplicaState:
         self._bound = strategy.tfdist_engine.watchdog.bound
 
     def metrics(
-        self, note: np.ndarray, wanted: Sequence[int] = ()
+        self, note: np.ndarray, indices: Sequence[int] = ()
     ) -> tuple[dict[str, Any], dict[int, Any], np.ndarray]:
         """Return the metric results over all replicas.
 
         Args:
             note: Float64 numbers of this worker, `[n]`, that travel along.
-            wanted: Indices of metrics in `model.metrics`.
+            indices: Indices of metrics in `model.metrics`.
 
         Returns:
-            The result of `model.get_metrics_result()`, the result of each wanted metric by its
-            index, and the notes of all workers, `[workers, n]`.
+            The result of `model.get_metrics_result()`, the result of each metric in `indices`
+            by its index, and the notes of all workers, `[workers, n]`.
         """
         note_tensor = tf.constant(note, tf.float64)
         variables = self._model.metrics_variables
         # Whether a metric is gathered is known after its first update only.
         gathered = [is_gathered(v) for v in variables]
         function = self._traced(
-            f"metrics {len(note)} {wanted} {gathered}",
+            f"metrics {len(note)} {indices} {gathered}",
             variables,
-            lambda note: self._metrics(note, wanted),
+            lambda note: self._metrics(note, indices),
             note_tensor,
         )
         with self._bound():
@@ -213,13 +213,13 @@ class ReplicaState:
         *parts, notes = tf.split(total, [*(int(np.prod(v.shape)) for v in variables), -1])
         return [tf.reshape(p, v.shape) for p, v in zip(parts, variables, strict=True)], notes
 
-    def _metrics(self, note, wanted):
+    def _metrics(self, note, indices):
         variables = self._model.metrics_variables
         totals, notes = self._totals(variables, note)
         values = [tf.cast(total, v.dtype) for total, v in zip(totals, variables, strict=True)]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = self._model.get_metrics_result()
-            own_results = {i: self._model.metrics[i].result() for i in wanted}
+            own_results = {i: self._model.metrics[i].result() for i in indices}
             # A result may be a variable, which has these values only here.
             results, own_results = tf.nest.map_structure(
                 tf.convert_to_tensor, (results, own_results)

@@ -96,7 +96,7 @@ def reduce_weighted_values(
     reduction="sum_over_batch_size",
     dtype=None,
 ):
-    """Return a loss whose mean over the replicas by their rows is the loss of the global batch.
+    """Return a loss whose mean, weighted by rows, is the loss of the global batch.
 
     Keras' own mean over a replica's rows is such a loss. A mean whose divisor depends on the data
     (a mask, or "mean_with_sample_weight") needs the divisor of the whole batch: one scalar

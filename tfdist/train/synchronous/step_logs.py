@@ -56,7 +56,7 @@ class StepLogs:
             This replica's parts of the values that are not results of metrics, and all values.
 
         Raises:
-            TypeError: The step does not return a dict of numbers.
+            TypeError: If the step does not return a dict of numbers.
         """
         metrics = {id(metric): i for i, metric in enumerate(self._model.metrics)}
         # By the id of a tensor; the tensor is kept, so that no other one gets its id.

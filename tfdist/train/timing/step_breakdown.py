@@ -225,10 +225,17 @@ class Recorder:
         shortest = np.concatenate([np.zeros(0), *self._shortest])
         parts = add_host_time(self._parts, seconds)
         window = Window(
-            worker=placement.rank, time=time.time(), epoch=epoch, step=self._steps or 0,
-            steps=self._done, examples=self._examples, seconds=seconds, parts=parts,
-            bytes=self.bytes if placement.replicas > 1 else 0, steady=not self._compiled,
-        )  # fmt: skip
+            worker=placement.rank,
+            time=time.time(),
+            epoch=epoch,
+            step=self._steps or 0,
+            steps=self._done,
+            examples=self._examples,
+            seconds=seconds,
+            parts=parts,
+            bytes=self.bytes if placement.replicas > 1 else 0,
+            steady=not self._compiled,
+        )
         self._pending.append((window, shortest))
         if placement.workers == 1:
             self._exchange()

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
 
-ROWS, BATCH = 50, 4  # 13 batches, the last one of 2
+ROWS = 50
+BATCH = 4  # 13 batches, the last one of 2
 STEPS = -(-ROWS // BATCH)
 FEATURES = {}
 

@@ -197,7 +197,8 @@ def error_of_an_assertion_in_a_step(strategy):
         tf.debugging.assert_less(tf.reduce_max(y), 20.0, "labels are too great for me")
         return {"loss": loss}
 
-    model, (x, y) = own_step(strategy, asserting), numbered()
+    model = own_step(strategy, asserting)
+    x, y = numbered()
     for given in ({"x": batches()}, {"x": x, "y": y, "batch_size": BATCH}):
         raises(
             tf.errors.InvalidArgumentError,

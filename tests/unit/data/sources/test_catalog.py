@@ -207,7 +207,7 @@ def test_unknown_names(write):
         names.source("points", "tset")
 
 
-def test_a_missing_location_says_which_entry_and_file(write, tmp_path, monkeypatch):
+def test_missing_location_names_its_entry_and_file(write, tmp_path, monkeypatch):
     names = write(
         "points: {kind: arrays, location: '${NOT_SET}/x'}\n"
         "far: {kind: arrays, location: nowhere://x}"

@@ -86,7 +86,7 @@ def test_undecoded_images_are_the_files_content(folder):
     assert source.element_spec == (tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64))
 
 
-def test_images_can_be_read_in_a_graph_that_knows_no_python(folder):
+def test_images_are_read_in_a_graph_without_python_functions(folder):
     source = image_files.image_folder(folder)
     numbers = tf.data.Dataset.range(source.cardinality)
     definition = (
@@ -123,7 +123,7 @@ def test_kinds_of_images(tmp_path, content):
     assert image[0, 0].numpy().tolist() == [7, 7, 7]
 
 
-def test_what_is_missing_in_a_folder_is_named(tmp_path, folder):
+def test_errors_of_an_image_folder_are_named(tmp_path, folder):
     with pytest.raises(ValueError, match="nowhere: no such directory"):
         image_files.image_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"extensions: expected a tuple, such as \('.jpg',\)"):
@@ -237,7 +237,7 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
         ),
         ("path,kind\ndeep/b.png,x\n", {}, r"line 2: 'deep/b.png' does not exist of 1 lines"),
         ("path,kind\n", {}, "no rows beside the header"),
-        ("", {}, "no rows. Expected one a line"),
+        ("", {}, "no rows. Expected one per line"),
         (b"path,kind\na.png,\xff\n", {}, "byte 16: expected text in UTF-8"),
         ('path,kind\na.png,"' + "x" * 200_000, {}, "a quote that is never closed"),
         ("path,kind\na.png,x\n", {"delimiter": ", "}, "expected one character"),
@@ -253,7 +253,7 @@ def test_a_manifest_without_header_beside_its_files(folder, separator):
         ),
     ],
 )
-def test_what_is_wrong_with_a_manifest_is_named(tmp_path, listing, options, message):
+def test_wrong_manifest_is_named(tmp_path, listing, options, message):
     file = write(tmp_path / "list.csv", listing)
     write(tmp_path / "a.png")
     with pytest.raises(ValueError, match=message):
@@ -308,7 +308,7 @@ def test_imagenet(imagenet):
         image_files.imagenet(imagenet, "valid")
 
 
-def test_what_is_wrong_with_imagenet_is_named(imagenet):
+def test_wrong_imagenet_directory_is_named(imagenet):
     write(
         imagenet / "LOC_val_solution.csv",
         "ImageId,PredictionString\nILSVRC2012_val_00000001,n04 1 2 3 4 \n",
@@ -373,7 +373,7 @@ def test_a_table_is_held_in_memory(tmp_path):
     ] * 3
 
 
-def test_what_is_wrong_with_a_table_is_named(tmp_path):
+def test_wrong_table_is_named(tmp_path):
     file = write(tmp_path / "houses.csv", TABLE)
     with pytest.raises(ValueError, match=r"line 3: expected int64 in column 'age', received ''"):
         tables.table(file, types={"age": "int64"})

@@ -54,7 +54,7 @@ def three(tmp_path):
 
 
 def graph(function, *arguments):
-    """Call a function as a graph, as a pipeline does."""
+    """Call a function as a graph, as a data pipeline does."""
     return next(iter(tf.data.Dataset.from_tensors(arguments).map(function))).numpy()
 
 
@@ -68,7 +68,7 @@ def test_any_record_at_any_time(three):
     assert graph(source.raw, int64(5)[0]) == words(7)[5]
 
 
-def test_places_are_described(three):
+def test_locations_of_records_are_described(three):
     source = records(three)
     first = 16 + len(words(1)[0])
     assert graph(source.describe, int64(1)[0]).decode() == f"{three}/part-0.tfrecord, byte {first}"

@@ -203,7 +203,7 @@ def test_interleaving_is_that_of_tf_data():
         )
 
 
-def test_examples_say_where_they_lie(digits_dir):
+def test_examples_name_their_file(digits_dir):
     source = tfds.load("tfdist_digits", "train[10:20]", digits_dir)
     where = source.describe(tf.constant(0, tf.int64)).numpy().decode()
     assert where.startswith(

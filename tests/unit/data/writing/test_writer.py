@@ -75,7 +75,7 @@ def images(tmp_path, count=6):
 
 
 # --- What is written reads the same ---------------------------------------------------------------
-def test_every_type_and_shape_comes_back():
+def test_every_type_and_shape_is_read_back():
     """Write to memory: "ram://" is TensorFlow's file system for that."""
     random = np.random.default_rng(1)
     x = {
@@ -145,7 +145,7 @@ def test_sizes_that_differ_come_back(tmp_path):
 @pytest.mark.parametrize(
     "structure", [lambda x: x, lambda x: {"a": x}, lambda x: (x, x, x, x), lambda x: (x,)]
 )
-def test_every_structure_comes_back(tmp_path, structure):
+def test_every_structure_is_read_back(tmp_path, structure):
     source = of_arrays(structure(np.arange(3)))
     write(source, tmp_path)
     assert same(source, records(tmp_path)) == 3
@@ -241,19 +241,19 @@ def test_opening_needs_no_new_index(tmp_path):
 
 
 def test_progress_counts_all_examples(tmp_path):
-    told = []
+    calls = []
     lock = threading.Lock()
 
     def progress(done, total):
         with lock:
-            told.append((done, total))
+            calls.append((done, total))
 
     write(
         of_arrays(np.arange(2500)), tmp_path / "a", workers=2, shard_bytes=20_000, progress=progress
     )
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (2500, 2500)
-    assert len(told) >= 3
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (2500, 2500)
+    assert len(calls) >= 3
 
 
 def test_a_part_of_the_files_can_be_read(written):
@@ -301,11 +301,11 @@ def test_killed_call_resumes(tmp_path, run_python, kind):
     with open(out / ".writing" / f"{damaged}.tfrecord", "r+b") as file:
         file.seek(100)
         file.write(b"\xff\xff")
-    told = []
+    calls = []
     manifest = write(
-        source, out, shard_bytes=20_000, workers=2, progress=lambda done, total: told.append(done)
+        source, out, shard_bytes=20_000, workers=2, progress=lambda done, total: calls.append(done)
     )
-    assert told[0] >= sum(manifest["shards"][int(stem)]["examples"] for stem in list(whole)[:1])
+    assert calls[0] >= sum(manifest["shards"][int(stem)]["examples"] for stem in list(whole)[:1])
     for stem, before in whole.items():
         after = shards(out)[int(stem)].stat()
         kept = (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
@@ -342,7 +342,7 @@ def test_call_killed_while_renaming_files_resumes(tmp_path):
     assert [int(i) for i in records(tmp_path / "out").dataset()] == list(range(500))
 
 
-def test_what_is_finished_is_not_written_again(tmp_path):
+def test_finished_files_are_not_written_again(tmp_path):
     source = of_arrays(np.arange(100))
     manifest = write(source, tmp_path)
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())]
@@ -352,10 +352,10 @@ def test_what_is_finished_is_not_written_again(tmp_path):
 
 def test_two_writers_at_the_same_time(tmp_path):
     source = of_arrays(np.arange(3000))
-    found = []
+    manifests = []
     both = [
         threading.Thread(
-            target=lambda: found.append(write(source, tmp_path / "out", shard_bytes=10_000))
+            target=lambda: manifests.append(write(source, tmp_path / "out", shard_bytes=10_000))
         )
         for _ in range(2)
     ]
@@ -363,7 +363,7 @@ def test_two_writers_at_the_same_time(tmp_path):
         each.start()
     for each in both:
         each.join(120)
-    assert found[0] == found[1] == verify(tmp_path / "out")
+    assert manifests[0] == manifests[1] == verify(tmp_path / "out")
     assert records(tmp_path / "out").cardinality == 3000
 
 
@@ -431,7 +431,7 @@ def test_another_process_that_hangs_is_named(tmp_path, monkeypatch):
         ({"a": {"b": np.zeros(3)}, "a/b": np.zeros(3)}, {}, "expected unique names"),
     ],
 )
-def test_what_cannot_be_written(tmp_path, source, options, message):
+def test_unsupported_examples_are_refused(tmp_path, source, options, message):
     if isinstance(source, str):  # no tensor while this file is imported
         source = (np.zeros([3, 1]), tf.ragged.constant([[1], [], [2]]))
     with pytest.raises(ValueError, match=message):

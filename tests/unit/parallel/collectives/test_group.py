@@ -1,4 +1,4 @@
-"""Test what a group of replicas exchanges, by dtype."""
+"""Test the exchanges of a group of replicas, by dtype."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ EXPECTED = {
 
 
 def exchanged(strategy, method, dtypes):
-    """Return what a method gives on each replica, by dtype."""
+    """Return the results of a method on each replica, by dtype."""
     group = Group.of(strategy, f"test {method}")
 
     def on_replica():
@@ -28,21 +28,23 @@ def exchanged(strategy, method, dtypes):
             getattr(group, method)(tf.cast(given, dtype), f"{method} {dtype}") for dtype in dtypes
         ]
 
-    found = tf.function(
+    results = tf.function(
         lambda: [strategy.experimental_local_results(x) for x in strategy.run(on_replica)],
         autograph=False,
     )()
-    return dict(zip(dtypes, found, strict=True))
+    return dict(zip(dtypes, results, strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_supported_dtypes_are_exchanged(mirrored, method):
     also = ["int16", "uint16"] if method == "all_gather" else []
-    for dtype, found in exchanged(
+    for dtype, values in exchanged(
         mirrored, method, ["bfloat16", "float16", "float32", "float64", "int32", "int64", *also]
     ).items():
-        assert [np.asarray(tf.cast(x, tf.int32)).tolist() for x in found] == EXPECTED[method], dtype
-        assert {x.dtype.name for x in found} == {dtype}
+        assert [np.asarray(tf.cast(x, tf.int32)).tolist() for x in values] == EXPECTED[method], (
+            dtype
+        )
+        assert {x.dtype.name for x in values} == {dtype}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -62,6 +64,6 @@ def test_a_dtype_to_send_sums_in_does_not_change_the_reduction(mirrored, op, exp
     def on_replica():
         return group.all_reduce(tf.constant([1.0]) + 3.0 * group.rank, op, op, "bfloat16")
 
-    found = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
-    for x in mirrored.experimental_local_results(found):
+    reduced = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
+    for x in mirrored.experimental_local_results(reduced):
         assert x.numpy() == [expected]

@@ -40,13 +40,13 @@ SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16)))
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_a_schedule(kind, stages, microbatches):
-    """Every pass runs once, after what it needs, and no schedule of equal stages is quicker."""
+    """Every pass runs once, after its inputs, and no schedule of equal stages is quicker."""
     each = tasks(stages, microbatches, kind)
-    wanted = {Task(backward, m) for backward in (False, True) for m in range(microbatches)}
-    assert all(set(own) == wanted and len(own) == len(wanted) for own in each)
+    expected = {Task(backward, m) for backward in (False, True) for m in range(microbatches)}
+    assert all(set(own) == expected and len(own) == len(expected) for own in each)
     order = execution_order(each)
     assert [[task for s, task in order if s == stage] for stage in range(stages)] == each
-    when = {pair: place for place, pair in enumerate(order)}
+    when = {pair: position for position, pair in enumerate(order)}
     for stage, task in order:
         if task.backward:
             assert when[stage, Task(False, task.microbatch)] < when[stage, task]
@@ -113,10 +113,10 @@ def test_the_largest_stage_is_as_small_as_can_be(units, stages):
 
     weighty = [i for i, cost in enumerate(costs) if cost]
     best = min(largest(ends) for ends in itertools.combinations(weighty[1:], stages - 1))
-    found = balanced(graph, stages, costs)
-    assert largest(found) == best
+    balanced_ends = balanced(graph, stages, costs)
+    assert largest(balanced_ends) == best
     assert all(
-        stage.layers[0].startswith(("dense", "head")) for stage in split(graph, found)
+        stage.layers[0].startswith(("dense", "head")) for stage in split(graph, balanced_ends)
     )  # a ReLU stays with its Dense
 
 
@@ -128,9 +128,9 @@ def test_seconds_of_layers():
         match=r'balance="time": the shape of input .* is unknown. Pass example inputs as sample=',
     ):
         seconds(graph_of(model))
-    found = seconds(graph_of(model), np.zeros((4, 20, 4), "float32"))
-    assert len(found) == 2
-    assert found[0] > found[1] > 0
+    times = seconds(graph_of(model), np.zeros((4, 20, 4), "float32"))
+    assert len(times) == 2
+    assert times[0] > times[1] > 0
 
 
 def busy():
@@ -320,7 +320,7 @@ def stepping():
         ),
     ],
 )
-def test_what_cannot_be_a_pipeline(model, options, message):
+def test_models_that_cannot_be_pipeline_parallel_are_refused(model, options, message):
     with pytest.raises(ValueError, match=f"^(parallel.pipeline|PipelineModel): .*{message}"):
         pipeline(model(), **{"microbatches": 2, **options})
 
@@ -334,7 +334,8 @@ def test_a_pipeline_in_a_scope(mirrored):
 def cnn():
     """Build a model with skips within a stage, over one cut, and over all of them."""
     inputs = keras.Input((6, 6, 2))
-    first = x = L.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    first = L.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    x = first
     for _ in range(2):
         x = L.Add()([x, L.Conv2D(4, 3, padding="same", activation="relu")(x)])
     x = L.Concatenate()([first, L.Conv2D(4, 1)(x)])
@@ -403,8 +404,8 @@ def momentum():
 def trained(build, x, y, compiled, options=None, fit=None):
     """Return the inner model, the trained model and the history, after two batches.
 
-    With options the model is a pipeline; without them it runs eagerly, as graphs of few steps take
-    longer.
+    With options the model is pipeline parallel; without them it runs eagerly, as graphs of few
+    steps take longer.
     """
     keras.utils.set_random_seed(7)
     inner = build()
@@ -611,9 +612,9 @@ def test_shards_are_a_pair_of_dense_layers():
     layer.set_dense(first, second)
     with tf.GradientTape() as tape:
         tape.watch(x)
-        found = layer(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(tape.gradient(found, x), slope, rtol=1e-5, atol=1e-6)
+        outputs = layer(x)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(tape.gradient(outputs, x), slope, rtol=1e-5, atol=1e-6)
     again = ShardedMLP.from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
     for numbers, message in (
@@ -639,7 +640,7 @@ def dropping():
 
 
 def test_recompute_draws_the_same_dropout():
-    """Compare two pipelines, as micro-batches draw other masks than a whole batch.
+    """Compare two pipeline-parallel models, as micro-batches draw other masks than a whole batch.
 
     Their state after the step is equal, too.
     """
@@ -657,7 +658,7 @@ def test_recompute_draws_the_same_dropout():
 
 
 class Seen(L.Layer):
-    """Keep what comes by, where it is computed at once."""
+    """Keep the inputs, where they are computed eagerly."""
 
     def __init__(self):
         super().__init__()
@@ -754,7 +755,7 @@ def test_mixed_precision(kind):
     )
 
 
-def test_what_keras_offers(tmp_path):
+def test_methods_of_keras_models_work(tmp_path):
     inner, staged, _ = trained(
         small,
         X,
@@ -806,10 +807,12 @@ def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
     for save_freq, steps in (("epoch", 8), (4, 11), (6, 7)):
         with pytest.raises(Stop):
             train(f"cut {save_freq}", save_freq, Interrupts(steps))
-        found, resumed = train(f"cut {save_freq}", save_freq)
-        assert found == history
+        resumed_history, resumed_arrays = train(f"cut {save_freq}", save_freq)
+        assert resumed_history == history
         for name, array in arrays.items():
-            np.testing.assert_array_equal(resumed[name], array, err_msg=f"{save_freq} {name}")
+            np.testing.assert_array_equal(
+                resumed_arrays[name], array, err_msg=f"{save_freq} {name}"
+            )
 
 
 # --- Mistakes in training -------------------------------------------------------------------------
@@ -889,7 +892,7 @@ def test_some_workers_have_no_gpu():
 
 # --- Memory and places ----------------------------------------------------------------------------
 PEAKS = """
-from benchmarks.common.pipeline_worker import peak_bytes
+from benchmarks.common.pipeline_parallel_worker import peak_bytes
 for schedule in "gpipe", "1f1b":
     print(max(peak_bytes(schedule, stages=4, microbatches=8, recompute=False, steps=1, layers=4, beyond=True)))
 """  # noqa: E501
@@ -907,8 +910,8 @@ def test_1f1b_holds_less_than_gpipe(run_python):
 
 def taken_apart(graph):
     """Yield the nodes of a graph and of its functions, each with the shapes that it makes."""
-    found = graph.as_graph_def(add_shapes=True)
-    for nodes in (found.node, *(function.node_def for function in found.library.function)):
+    graph_def = graph.as_graph_def(add_shapes=True)
+    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
         for node in nodes:
             yield (
                 node,
@@ -930,7 +933,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_as_large_as_a_weight_stays_on_its_device(name):
+def test_gradients_slots_and_updates_stay_on_the_weights_device(name):
     """Find gradients, slots and updates by the shapes of kernels, which nothing else has."""
     keras.utils.set_random_seed(7)
     layers = [keras.Input((8,)), L.Dense(5, activation="relu"), L.Dense(7), L.Dense(2)]
@@ -961,7 +964,7 @@ def test_what_is_as_large_as_a_weight_stays_on_its_device(name):
     assert lying.keys() == homes.keys()
     assert not {
         (shape, *each)
-        for shape, found in lying.items()
-        for each in found
+        for shape, locations in lying.items()
+        for each in locations
         if each[0] != homes[shape] and each[1] not in ELSEWHERE
     }

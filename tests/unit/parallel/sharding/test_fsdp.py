@@ -1,4 +1,4 @@
-"""Test what `fsdp` and `deferred` refuse, and how sharded weights look."""
+"""Test errors of `fsdp` and `deferred`, and properties of sharded weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_wrong_arguments_are_named(model, wrong, words):
     assert words in str(error.value)
 
 
-def test_what_cannot_be_sharded_is_named(two, model):
+def test_unsupported_models_are_named(two, model):
     with pytest.raises(ValueError, match=r"expected a keras\.Model, received str"):
         fsdp("model")
     with pytest.raises(ValueError, match="Build it first"):
@@ -117,7 +117,7 @@ def test_a_model_is_sharded_once(model):
         fsdp(model)
 
 
-def test_optimizers_that_see_whole_variables_are_refused(model):
+def test_optimizers_that_need_whole_variables_are_refused(model):
     fsdp(model)
     model.compile(keras.optimizers.Lamb(), "mse")
     with pytest.raises(ValueError, match="fsdp: the optimizer Lamb cannot be sharded"):
@@ -270,13 +270,13 @@ def test_step_follows_its_options(two, model, how, weights, merged):
     if policy.clip_norm:
         grads = clipped(grads)
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    for found, value, g, of_replicas in zip(
+    for actual, value, g, of_replicas in zip(
         model.get_weights(), before, grads, zip(*parts, strict=True), strict=True
     ):
         expected = value - 0.5 * g
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
         assert (
-            np.abs(found - (value - 0.5 * sum(of_replicas))).max() > 1e-5 or "gather_dtype" in how
+            np.abs(actual - (value - 0.5 * sum(of_replicas))).max() > 1e-5 or "gather_dtype" in how
         )  # not as without the option
     if "gather_dtype" in how:
         assert np.abs(bfloat16(before[0]) - before[0]).max() > 1e-4
@@ -361,14 +361,14 @@ def test_weights_are_gathered_so_many_layers_ahead(two, prefetch, before):
 
 def _causes(op):
     """Return all operations that an operation depends on."""
-    found = set()
+    operations = set()
     left = [op]
     while left:
         each = left.pop()
-        new = {*(x.op for x in each.inputs), *each.control_inputs} - found
-        found |= new
+        new = {*(x.op for x in each.inputs), *each.control_inputs} - operations
+        operations |= new
         left.extend(new)
-    return found
+    return operations
 
 
 @pytest.mark.parametrize(("keep", "times"), [(False, 3), (True, 2)])
@@ -433,23 +433,25 @@ def test_a_sharded_model_is_not_exported(model, tmp_path):
         model.export(tmp_path / "exported")
 
 
-def test_a_result_has_what_replicas_share(two, model, tmp_path):
+def test_chaos_result_has_the_gathered_weights(two, model, tmp_path):
     launched = Launched(chaos=str(tmp_path), log_dir=str(tmp_path))
     history = {"epoch": [0], "values": {}}
     fsdp(model)
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_weights)
-    found = []
+    results = []
     for change in (0, 0, 1):
         model.set_weights([value + change for value in model.get_weights()])
         result.write(launched, model, history)
-        found.append(result.read(str(tmp_path)))
-    assert [array.shape for key, array in found[0].arrays.items() if key.startswith("model/")] == [
+        results.append(result.read(str(tmp_path)))
+    assert [
+        array.shape for key, array in results[0].arrays.items() if key.startswith("model/")
+    ] == [
         (3, 5),
         (5,),
     ]
-    assert result.compare(found[0], found[1]).text == "equal bit for bit to"
-    assert result.compare(found[0], found[2]).text == "DIFFERENT from"
+    assert result.compare(results[0], results[1]).text == "equal bit for bit to"
+    assert result.compare(results[0], results[2]).text == "DIFFERENT from"
 
 
 # --- Snapshots ------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_sharded_optimizer_equals_an_unsharded_one(undisturbed, name, stage):
     ],
     ids=["comm_dtype", "clipped", "sum"],
 )
-def test_a_policy_means_what_it_does_without_shards(mirrored, policy, make, tolerance):
+def test_sync_policy_has_the_same_result_with_and_without_shards(mirrored, policy, make, tolerance):
     model = trained(mirrored, sharded(make, 2, sync=policy))
     mirrored.tfdist_engine.use(policy)
     try:
@@ -218,8 +218,8 @@ def test_weights_without_gradients_keep_their_values_where_averages_are_publishe
             model.compile(make(OPTIMIZERS.SGD(0.1, use_ema=True, ema_momentum=0.5, **more)), "mse")
         before = model.unused.get_weights()
         model.fit(X, Y, batch_size=9, verbose=0)
-        for found, expected in zip(model.unused.get_weights(), before, strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for actual, expected in zip(model.unused.get_weights(), before, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-6)
         return model
 
     compare(fit(zero), fit(lambda optimizer: optimizer))
@@ -273,10 +273,10 @@ def test_interrupted_fit_resumes_with_any_number_of_shards(
 ):
     parts = tmp_path / "parts"
     shutil.copytree(interrupted(before), parts)
-    found = Store(parts).newest().snapshot
-    assert [(parts / name).exists() for name in found.facts["rows"]] == [True]
-    assert found.facts["step"] == 2
-    assert found.facts["optimizer"] == "AdamW"
+    snapshot = Store(parts).newest().snapshot
+    assert [(parts / name).exists() for name in snapshot.facts["rows"]] == [True]
+    assert snapshot.facts["step"] == 2
+    assert snapshot.facts["optimizer"] == "AdamW"
     assert len(kept(parts)) == 2
     make = CASES["adamw"] if after == "whole" else sharded(CASES["adamw"], 2)
     strategy = request.getfixturevalue("mirrored" if after == "whole" else after)
@@ -305,8 +305,8 @@ def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed,
     rows[-2].write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
     assert store.newest().number == newest - 2
     rows[-3].write_bytes(content[:-100])
-    found = store.newest()
-    assert (found.number, found.snapshot.facts["epoch"], found.snapshot.facts["step"]) == (
+    stored = store.newest()
+    assert (stored.number, stored.snapshot.facts["epoch"], stored.snapshot.facts["step"]) == (
         newest - 3,
         0,
         5,
@@ -355,10 +355,10 @@ def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed,
         ),
     ],
 )
-def test_what_cannot_be_sharded_is_named(mirrored, make, text):
-    with mirrored.scope(), pytest.raises(ValueError) as found:
+def test_unsupported_optimizers_are_named(mirrored, make, text):
+    with mirrored.scope(), pytest.raises(ValueError) as error:
         make()
-    assert text in str(found.value)
+    assert text in str(error.value)
 
 
 def test_variables_and_gradients_that_do_not_fit_are_named(mirrored):

@@ -1,4 +1,4 @@
-"""Test that an audit of what workers took gives a verdict or names the first fault.
+"""Test that an audit of the examples that workers read passes or names the first fault.
 
 Most tests here start no process.
 """
@@ -32,9 +32,9 @@ def plan(tail="partial", order=True, **changes):
 
 
 def taken(plan, workers=2):
-    """Return what each worker rightly takes, as a list that a test may spoil."""
+    """Return the records of a correct run by worker, as lists that a test may change."""
     order = Order(EXAMPLES, BATCH, seed=5, tail=plan.tail)
-    found = [[] for _ in range(workers)]
+    records = [[] for _ in range(workers)]
     for epoch in plan.epochs:
         for step in range(plan.first_step if epoch == plan.epochs.start else 0, order.steps):
             numbers = order.batch(epoch, step).numpy()
@@ -42,14 +42,16 @@ def taken(plan, workers=2):
                 numbers = np.pad(numbers, (0, BATCH - len(numbers)), constant_values=-1)
             for worker in range(workers):
                 begin, end = rows_of_replicas(len(numbers), worker, 1, workers)
-                found[worker].append(
+                records[worker].append(
                     Step(epoch, step, len(numbers), 7.0 * step, 0, numbers[begin:end].copy())
                 )
-    return found
+    return records
 
 
-def check(plan, found, left_out=None):
-    return verify([lambda of=of: iter(of) for of in found], plan, left_out or [{} for _ in found])
+def check(plan, records, left_out=None):
+    return verify(
+        [lambda of=of: iter(of) for of in records], plan, left_out or [{} for _ in records]
+    )
 
 
 @pytest.mark.parametrize("order", [True, False])
@@ -74,108 +76,108 @@ def test_reads_before_a_resume_count_by_their_order():
 @pytest.mark.parametrize("order", [True, False])
 def test_an_example_on_two_workers_is_named_with_both(order):
     what = plan(order=order)
-    found = taken(what)
-    stolen = found[0][4].numbers[1]
-    expected = found[1][5].numbers[0]
-    found[1][5].numbers[0] = stolen
+    records = taken(what)
+    stolen = records[0][4].numbers[1]
+    expected = records[1][5].numbers[0]
+    records[1][5].numbers[0] = stolen
     with pytest.raises(
         AuditError, match=rf"received example {stolen}, which worker 0 had in step 1, row 1$"
     ) as caught:
-        check(what, found)
+        check(what, records)
     error = caught.value
     assert (error.epoch, error.step, error.row, error.worker) == (1, 2, 1, 1)
     assert (error.expected, error.received) == (expected if order else None, stolen)
 
 
-def test_an_example_that_nobody_read_is_named():
+def test_example_that_no_worker_read_is_named():
     what = plan(order=False, epochs=range(1))
-    found = taken(what)
-    missing = int(found[1][2].numbers[0])
-    found = [[step for step in of if step.step < 2] for of in found]
+    records = taken(what)
+    missing = int(records[1][2].numbers[0])
+    records = [[step for step in of if step.step < 2] for of in records]
     with pytest.raises(AuditError, match="expected example") as caught:
-        check(what, found)
+        check(what, records)
     assert caught.value.expected <= missing
 
 
 def test_an_example_that_does_not_exist_is_named():
     what = plan(order=False, epochs=range(1))
-    found = taken(what)
-    found[0][0].numbers[0] = EXAMPLES
+    records = taken(what)
+    records[0][0].numbers[0] = EXAMPLES
     with pytest.raises(
         AuditError, match=f"expected examples below {EXAMPLES}; received example {EXAMPLES}"
     ):
-        check(what, found)
+        check(what, records)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (
-            lambda found: found[1].pop(),
+            lambda records: records[1].pop(),
             r"epoch 1, step 2, worker 1: expected a batch, as worker 0 has one; received none",
         ),
         (
-            lambda found: [of.pop() for of in found],
+            lambda records: [of.pop() for of in records],
             r"epoch 1: expected 3 steps; all workers ended after 2",
         ),
         (
-            lambda found: replace(found, 1, 1, fingerprint=3.0),
+            lambda records: replace(records, 1, 1, fingerprint=3.0),
             r"worker 1: expected the fingerprint of worker 0's batch, 7.0; received 3.0",
         ),
         (
-            lambda found: replace(found, 1, 1, rows=3),
+            lambda records: replace(records, 1, 1, rows=3),
             r"step 1, worker 1: expected a global batch of 4 rows; received one of 3",
         ),
         (
-            lambda found: replace(found, 0, 1, numbers=found[0][1].numbers[:1]),
+            lambda records: replace(records, 0, 1, numbers=records[0][1].numbers[:1]),
             r"row 1, worker 0: expected example \d+, as its rows are 0 to 1; received none",
         ),
         (
-            lambda found: found[0][1].numbers.fill(-1),
+            lambda records: records[0][1].numbers.fill(-1),
             r"epoch 0, step 1, row 0, worker 0: expected example \d+; received none",
         ),
     ],
 )
 def test_other_faults_are_named(spoil, message):
     what = plan()
-    found = taken(what)
-    spoil(found)
+    records = taken(what)
+    spoil(records)
     with pytest.raises(AuditError, match=message):
-        check(what, found)
+        check(what, records)
 
 
 def test_one_row_too_many_is_named():
     what = plan()
-    found = taken(what)
-    more = int(found[1][0].numbers[0])
-    replace(found, 0, 0, numbers=np.append(found[0][0].numbers, more))
+    records = taken(what)
+    more = int(records[1][0].numbers[0])
+    replace(records, 0, 0, numbers=np.append(records[0][0].numbers, more))
     with pytest.raises(
         AuditError,
         match=f"row 2, worker 0: expected none, as its rows are 0 to 1; received example {more}",
     ):
-        check(what, found)
+        check(what, records)
 
 
 def test_an_example_left_out_must_be_reported_by_its_worker():
     what = plan()
-    found = taken(what)
-    number = int(found[1][0].numbers[1])
-    places = [
+    records = taken(what)
+    number = int(records[1][0].numbers[1])
+    indexes = [
         int(step.numbers.tolist().index(number)) if number in step.numbers else None
-        for step in found[1]
+        for step in records[1]
     ]
-    for step, place in zip(found[1], places, strict=True):
-        if place is not None:
-            step.numbers[place] = -1
-    gone = sum(place is not None for place in places)
+    for step, index in zip(records[1], indexes, strict=True):
+        if index is not None:
+            step.numbers[index] = -1
+    gone = sum(index is not None for index in indexes)
     if any(
-        number in step.numbers for step in found[0]
+        number in step.numbers for step in records[0]
     ):  # worker 0 reads it in the other epoch, and can
         gone = 1
-    verdict = check(what, found, [{}, {number: "file a"}])
+    verdict = check(what, records, [{}, {number: "file a"}])
     assert (verdict.left_out, verdict.examples) == (gone, 20 - gone)
     with pytest.raises(AuditError, match=f"expected example {number}; received none"):
-        check(what, found, [{number: "file a"}, {}])
+        check(what, records, [{number: "file a"}, {}])
 
 
 def test_an_event_that_is_missing_is_named_and_shifts_no_rank(tmp_path):
@@ -207,11 +209,11 @@ def test_workers_that_cannot_start_leave_no_process(tmp_path, monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
-def replace(found, worker, place, **changes):
-    found[worker][place] = found[worker][place]._replace(**changes)
+def replace(records, worker, index, **changes):
+    records[worker][index] = records[worker][index]._replace(**changes)
 
 
-def test_stages_leave_out_what_the_pipeline_does(tmp_path):
+def test_stages_omit_those_that_the_data_pipeline_lacks(tmp_path):
     path = tmp_path / "a.tfrecord"
     with tf.io.TFRecordWriter(str(path)) as writer:
         for i in range(6):
@@ -225,6 +227,6 @@ def test_stages_leave_out_what_the_pipeline_does(tmp_path):
     batches = pipeline(
         dataclasses.replace(source, raw=records(str(path), access="random").raw), 2, ignore_errors=1
     ).batches
-    found = [stage.name for stage in stage_throughput.measure(batches, (0, 1, 1), 0.02)]
-    assert found == ["order", "read", "decode", "batch"]
+    names = [stage.name for stage in stage_throughput.measure(batches, (0, 1, 1), 0.02)]
+    assert names == ["order", "read", "decode", "batch"]
     assert stage_throughput.stored_bytes(batches) == 1

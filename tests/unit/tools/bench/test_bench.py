@@ -13,7 +13,8 @@ import pytest
 from tfdist import config
 from tfdist.runtime.guardian import Guardian
 from tfdist.telemetry.step_records import PARTS
-from tfdist.tools.bench import plan, rendering
+from tfdist.tools.bench import rendering
+from tfdist.tools.bench.flags import make_jobs
 from tfdist.tools.bench.groups import Group, GroupError
 from tfdist.tools.bench.jobs import Case, Job
 from tfdist.tools.bench.main import Rounds, main, measured
@@ -82,7 +83,7 @@ def test_medians_and_efficiency():
     assert both.efficiency == 1.0  # the outlier does not count
 
 
-def test_what_is_compared_with_what():
+def test_setups_are_compared_with_one_device_of_the_same_batch():
     own = setup("mirrored", 1, modes=MODES, rates=3200)
     assert (
         compared([own, setup(rates=6400)])[1].efficiency == 1.0
@@ -99,7 +100,7 @@ def test_what_is_compared_with_what():
 
 
 def test_a_round_takes_as_long_as_on_its_slowest_worker():
-    def found(seconds, *, waits):
+    def timed(seconds, *, waits):
         return {
             "steps": 10,
             "examples": 640,
@@ -108,9 +109,9 @@ def test_a_round_takes_as_long_as_on_its_slowest_worker():
         }
 
     rounds = [
-        [found(1.0, waits=0), found(2.0, waits=1)],
-        [found(3.0, waits=2), found(1.0, waits=3)],
-        [found(9.0, waits=4), found(9.0, waits=5)],
+        [timed(1.0, waits=0), timed(2.0, waits=1)],
+        [timed(3.0, waits=2), timed(1.0, waits=3)],
+        [timed(9.0, waits=4), timed(9.0, waits=5)],
     ]
     got = measured(Setup("multi_worker_mirrored", 2, 2, ("strong",), 64), rounds)
     assert got.seconds == (0.2, 0.3, 0.9)
@@ -161,7 +162,7 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
             {"gradient_sync": 3.1},
             {"bytes": 2_790_000},
             (
-                "38 % of the step is gradient synchronization: 2.79 MB a step at 0.90 GB/s; "
+                "38 % of the step is gradient synchronization: 2.79 MB a step at 900 MB/s; "
                 "a larger batch would"
             ),
         ),
@@ -217,10 +218,10 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
 )
 def test_the_reason_is_the_part_that_grew_most(planted, more, expected):
     step_breakdown = parts(**{**IDEAL, **planted})
-    found = sentence(setup(rates=6400, step_breakdown=step_breakdown, **more))
-    assert expected in found
-    assert found.endswith(".")
-    assert "\n" not in found
+    text = sentence(setup(rates=6400, step_breakdown=step_breakdown, **more))
+    assert expected in text
+    assert text.endswith(".")
+    assert "\n" not in text
 
 
 def test_remedies_follow_the_config():
@@ -250,7 +251,7 @@ def test_remedies_follow_the_config():
 def test_the_slowest_worker_is_named_where_there_is_one():
     quick = parts(**IDEAL, wait=5)
     slow = parts(forward_backward=9, update=0.5, host=0.5)
-    found = sentence(
+    text = sentence(
         setup(
             "multi_worker_mirrored",
             rates=6400,
@@ -259,9 +260,9 @@ def test_the_slowest_worker_is_named_where_there_is_one():
             step_breakdown={0: quick, 1: slow, 2: quick},
         )
     )
-    assert "worker 1; look at what else runs on its host" in found
+    assert "worker 1; look at what else runs on its host" in text
     assert slowest(setup("multi_worker_mirrored", step_breakdown={0: quick, 1: quick})) is None
-    found = sentence(
+    text = sentence(
         setup(
             "multi_worker_mirrored",
             rates=6400,
@@ -269,7 +270,7 @@ def test_the_slowest_worker_is_named_where_there_is_one():
             step_breakdown={0: parts(**IDEAL, wait=5), 1: parts(**IDEAL, wait=4.9)},
         )
     )
-    assert "up to 5.0 ms a step, for another worker each time" in found
+    assert "up to 5.0 ms a step, for another worker each time" in text
 
 
 def test_reason_with_ties_and_without_losses():
@@ -279,10 +280,10 @@ def test_reason_with_ties_and_without_losses():
     assert "is waiting for input" in sentence(tie)  # of equals the first, each time
     assert (
         sentence(setup(rates=12400, step_breakdown=parts(**IDEAL)))
-        == "2 replicas: 97 % of 2 times the work of one, nothing to speak of is lost."
+        == "2 replicas: 97 % of 2 times the work of one, no significant loss."
     )
     assert sentence(setup(rates=6400, step_breakdown=parts(**IDEAL))).startswith(
-        "No part of the step takes longer than it should"
+        "No part of the step is slower than"
     )
     assert sentence(setup(rates=6400)) == ""  # no step breakdown
     assert sentence(setup(rates=6400, step_breakdown=parts())) == ""
@@ -302,21 +303,21 @@ def test_reason_with_ties_and_without_losses():
 
 def test_one_replica_under_another_strategy():
     slow = parts(forward_backward=16, update=1, host=1)
-    found = sentence(setup("central_storage", 1, modes=MODES, rates=3556, step_breakdown=slow))
+    text = sentence(setup("central_storage", 1, modes=MODES, rates=3556, step_breakdown=slow))
     assert (
         "16.0 ms where one replica's is 8.0 ms, as variables are copied out of one device in "
         "each step; mirrored would help"
-    ) in found
+    ) in text
     assert "the strategy costs that" in sentence(
         setup("mirrored", 1, modes=MODES, rates=3556, step_breakdown=slow)
     )
     assert (
         sentence(setup("mirrored", 1, modes=MODES, rates=6400, step_breakdown=slow))
-        == "1 replica: 100 % of the work of one_device, nothing to speak of is lost."
+        == "1 replica: 100 % of the work of one_device, no significant loss."
     )
 
 
-def test_what_rounds_do_not_tell_is_no_reason():
+def test_loss_within_the_spread_of_rounds_gets_no_reason():
     slow = parts(**{**IDEAL, "forward_backward": 9})
     alone = setup(
         "one_device", 1, modes=MODES, rates=(6400.0,) * 5, step_breakdown=ALONE.step_breakdown
@@ -449,7 +450,7 @@ def test_a_benchmark_of_which_all_failed_still_has_a_page():
 # --- Words ----------------------------------------------------------------------------------------
 def jobs(*argv, **data):
     flags, rest = main.parse(argv)
-    return plan.jobs(
+    return make_jobs(
         flags,
         rest,
         config.Run.from_dict({"data": data, "train": {"steps_per_execution": 4}}) if rest else None,
@@ -540,7 +541,7 @@ def test_arguments_give_jobs():
         (["alreduce"], "expected flags, or `allreduce` before them; received 'alreduce'"),
     ],
 )
-def test_wrong_words_are_named(argv, message):
+def test_wrong_arguments_are_named(argv, message):
     with pytest.raises(ValueError) as caught:
         jobs(*argv)
     assert message in str(caught.value)
@@ -592,7 +593,7 @@ def test_a_group_that_is_late_computes_no_more(tmp_path):
         group.close()
 
 
-def test_a_mistake_of_the_config_in_the_baseline_is_passed_on_and_files_are_written_whole(tmp_path):
+def test_config_error_in_the_baseline_is_passed_on_and_files_are_replaced_atomically(tmp_path):
     (tmp_path / "config.py").write_text(
         "import tfdist\n\ndef get_config():\n    config = tfdist.config.default()\n"
         f"    config.model.name = '{tmp_path}/config.py:nothing'\n    return config\n"

@@ -58,7 +58,7 @@ def test_children_have_a_grace_to_end_by_themselves(modules, handler, code):
     assert process.returncode == code
 
 
-def test_a_child_that_is_late_is_killed_with_what_it_has_started(modules):
+def test_late_child_is_killed_with_its_own_children(modules):
     (modules / "late.py").write_text(PARENT)
     answer, problem = ask("late", None, timeout=5)
     assert problem == "did not end within 5 s"

@@ -37,24 +37,24 @@ def who(spec, task="worker:0", versions="keras 3.15", nonce="mine", gpus=0):
 
 def peers(spec=SPEC, first=1, **changes):
     """Return tasks 1, 2, ... as their doctors describe them; `changes` apply to worker:1."""
-    found = {}
+    by_task = {}
     for task in spec.listening_tasks[first:]:
         mine = changes if task.index == 1 else {}
         offset = mine.get("offset", 0.0)
         facts = {key: value for key, value in mine.items() if key != "offset"}
         said = {**who(spec, str(task), nonce=f"of {task}"), **facts}
-        found[str(task)] = Peer(str(task), task.address, said, offset=offset)
-    return found
+        by_task[str(task)] = Peer(str(task), task.address, said, offset=offset)
+    return by_task
 
 
-def bad(found):
-    assert all(check.remedy for check in found if check.status != "pass")
-    return [check for check in found if check.status != "pass"]
+def bad(checks):
+    assert all(check.remedy for check in checks if check.status != "pass")
+    return [check for check in checks if check.status != "pass"]
 
 
-def one(found, name, *texts, status="fail"):
+def one(checks, name, *texts, status="fail"):
     """Return the one check that does not pass."""
-    (check,) = bad(found)
+    (check,) = bad(checks)
     assert (check.name, check.status) == (name, status)
     for text in texts:
         assert text in f"{check.found}; {check.remedy}"
@@ -100,13 +100,13 @@ def test_hosts_that_fit_together():
 def test_a_wrong_file(text, message, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(text)
     assert main.main(["--quick", "--json", "--cluster", str(tmp_path / "c.yaml")]) == 1
-    found = [
+    checks = [
         check
         for check in json.loads(capsys.readouterr().out)["checks"]
         if check["part"] == "cluster"
     ]
-    assert [(check["name"], check["status"]) for check in found] == [("file", "fail")]
-    assert message in f"{found[0]['found']}; {found[0]['remedy']}"
+    assert [(check["name"], check["status"]) for check in checks] == [("file", "fail")]
+    assert message in f"{checks[0]['found']}; {checks[0]['remedy']}"
 
 
 def alone(spec):
@@ -118,9 +118,9 @@ def alone(spec):
 
 def test_a_name_that_does_not_resolve():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "no-such-host.invalid:2222")})
-    found, _ = cluster.check_spec(spec, spec.tasks[:1])
+    checks, _ = cluster.check_spec(spec, spec.tasks[:1])
     one(
-        found,
+        checks,
         "names",
         "worker:1 at no-such-host.invalid:2222 does not resolve",
         "add it to DNS or /etc/hosts",
@@ -129,30 +129,30 @@ def test_a_name_that_does_not_resolve():
 
 def test_an_address_of_another_machine():
     spec = ClusterSpec({"worker": ("203.0.113.1:2222", "203.0.113.2:2222")}, "worker", 0)
-    found, _ = cluster.check_spec(spec, [spec.task])
+    checks, _ = cluster.check_spec(spec, [spec.task])
     same_words(
-        one(found, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec)
+        one(checks, "addresses", "203.0.113.1:2222 is not an address of this machine"), alone(spec)
     )
 
 
 def test_loopback_beside_real_addresses():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "203.0.113.2:2222")}, "worker", 0)
-    found, _ = cluster.check_spec(spec, [spec.task])
-    same_words(one(found, "addresses", "is a loopback address"), alone(spec))
+    checks, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(checks, "addresses", "is a loopback address"), alone(spec))
 
 
 def test_two_names_of_one_machine_and_port():
     spec = ClusterSpec({"worker": ("127.0.0.1:2222", "localhost:2222")}, "worker", 0)
-    found, _ = cluster.check_spec(spec, [spec.task])
-    same_words(one(found, "addresses", "are the same machine and port"), alone(spec))
+    checks, _ = cluster.check_spec(spec, [spec.task])
+    same_words(one(checks, "addresses", "are the same machine and port"), alone(spec))
 
 
 def test_a_port_that_is_taken():
     spec = ClusterSpec.local(workers=2).for_task("worker", 0)
     with socket.create_server(split_address(spec.task.address)):
-        found, taken = cluster.check_spec(spec, [spec.task])
-        found += cluster.check_ports([spec.task], taken, {})
-        same_words(one(found, "ports", "already in use on this machine"), alone(spec))
+        checks, taken = cluster.check_spec(spec, [spec.task])
+        checks += cluster.check_ports([spec.task], taken, {})
+        same_words(one(checks, "ports", "already in use on this machine"), alone(spec))
 
 
 def test_no_task_is_here(tmp_path, capsys):
@@ -168,11 +168,11 @@ def test_a_task_that_does_not_come():
     spec = ClusterSpec.local(workers=2).for_task("worker", 0)
     peer_exchange = PeerExchange(Responder(spec, who(spec), {}), [spec.task], timeout=0.2)
     peer_exchange.ask_all()
-    found = cluster.check_peers(
+    checks = cluster.check_peers(
         spec, who(spec), peer_exchange.own, peer_exchange.peers, peer_exchange.missing, 0.2
     )
     check = one(
-        found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused"
+        checks, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:", "Connection refused"
     )
     with pytest.raises(preflight.PeersAbsent) as error:
         preflight.check(spec, timeout=0.2)
@@ -196,7 +196,7 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
         peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=0.5)
         peer_exchange.ask_all()
     assert responder.done == {"worker:1": ""}
-    found = cluster.check_peers(
+    checks = cluster.check_peers(
         spec,
         who(spec),
         peer_exchange.own,
@@ -204,13 +204,13 @@ def test_a_task_that_reaches_us_but_cannot_be_reached():
         peer_exchange.missing,
         peer_exchange.elapsed,
     )
-    one(found, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
+    one(checks, "reach", "1 of 2 tasks are absent: worker:1 at 127.0.0.1:")
 
 
-def test_a_fault_of_a_task_that_is_gone_is_enough():
+def test_doctor_does_not_wait_for_a_task_that_reported_a_fault_and_ended():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
-    responder.done["worker:1"] = "place: full"
+    responder.done["worker:1"] = "directory: full"
     peer_exchange = PeerExchange(responder, spec.tasks[:1], timeout=30)
     peer_exchange.ask_all()
     assert not peer_exchange.missing
@@ -308,11 +308,11 @@ def other(*addresses):
     ids=["order", "the leader's port", "size"],
 )
 def test_different_clusters(spec, where):
-    found = judged(
+    checks = judged(
         **{key: who(spec, "worker:1", nonce="of worker:1")[key] for key in ("cluster", "tasks")}
     )
     check = one(
-        found,
+        checks,
         "spec",
         "worker:1 at 10.0.0.2:2222 has a different cluster spec",
         where,
@@ -324,7 +324,7 @@ def test_different_clusters(spec, where):
 
 
 def theirs(spec, versions="keras 3.15"):
-    """Return what the preflight says to worker:1 with another cluster or other versions."""
+    """Return the preflight's message to worker:1 with another cluster or other versions."""
     with pytest.raises(preflight.ConfigurationError) as error:
         preflight.compare(
             hello_message(spec, "worker:1", versions, "0", "x"),
@@ -346,20 +346,20 @@ def test_different_versions():
 
 
 def test_a_task_that_is_claimed_twice():
-    found = peers()
-    found["worker:2"] = dataclasses.replace(
-        found["worker:2"], hello=who(SPEC, "worker:2", nonce="another")
+    by_task = peers()
+    by_task["worker:2"] = dataclasses.replace(
+        by_task["worker:2"], hello=who(SPEC, "worker:2", nonce="another")
     )
-    found["worker:1"] = dataclasses.replace(
-        found["worker:1"], hello=who(SPEC, "worker:0", nonce="other")
+    by_task["worker:1"] = dataclasses.replace(
+        by_task["worker:1"], hello=who(SPEC, "worker:0", nonce="other")
     )
-    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
+    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, by_task, {}, 5.0))
     assert (
         "worker:0 expected worker:1 at 10.0.0.2:2222 and found worker:0: "
         "the address belongs to another machine"
     ) in checks[0].found
-    found["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
-    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, found, {}, 5.0))
+    by_task["worker:0"] = Peer("worker:0", "10.0.0.1:2222", who(SPEC, "worker:0", nonce="other"))
+    checks = bad(cluster.check_peers(SPEC, who(SPEC), {"worker:0"}, by_task, {}, 5.0))
     assert any("two processes claim to be worker:0" in check.found for check in checks)
 
 
@@ -374,12 +374,12 @@ def test_different_numbers_of_devices():
 
 def test_parameter_servers_need_no_gpus():
     spec = ClusterSpec({"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)})
-    found = {
+    by_task = {
         task: Peer(task, "x:1", {**who(spec, task, nonce=task), "gpus": 2})
         for task in ("worker:0", "worker:1")
     }
-    found["ps:0"] = Peer("ps:0", "d:1", who(spec, "ps:0", nonce="ps"))
-    assert not bad(cluster.check_peers(spec, who(spec, "chief:0"), {"chief:0"}, found, {}, 5.0))
+    by_task["ps:0"] = Peer("ps:0", "d:1", who(spec, "ps:0", nonce="ps"))
+    assert not bad(cluster.check_peers(spec, who(spec, "chief:0"), {"chief:0"}, by_task, {}, 5.0))
 
 
 @pytest.mark.parametrize(
@@ -396,26 +396,26 @@ def test_clocks_that_differ(offset, status, text):
     )
 
 
-def test_a_place_that_is_not_shared():
+def test_directory_that_is_not_shared_is_named():
     blind = [
         FileLookup("/runs", "worker:1", "/runs", seen=False),
         FileLookup("/runs", "worker:2", "/runs", seen=True),
     ]
     one(
         cluster.check_lookups(blind),
-        "shared place",
+        "shared directory",
         "/runs: a file written here is not seen by worker:1 in /runs",
         "mount the same file system",
     )
     one(
         cluster.check_lookups([FileLookup("/runs", "worker:1")]),
-        "shared place",
-        "unknown of worker:1",
+        "shared directory",
+        "unknown for worker:1",
         status="warn",
     )
 
 
-def test_a_place_that_cannot_be_used_keeps_its_number(tmp_path):
+def test_unusable_directory_keeps_its_index(tmp_path):
     spec = ClusterSpec.local(workers=2)
     (tmp_path / "b").mkdir()
     responder = Responder(spec, who(spec, nonce="theirs"), {}, [None, str(tmp_path / "b")])
@@ -479,17 +479,17 @@ def test_a_pause_is_not_a_slow_link(monkeypatch):
         "_measure",
         lambda self, source, target: Link(source, target, 1e-4, rates[source, target].pop(0)),
     )
-    found = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
+    links = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
         cluster.odd_links
     )
-    assert [link.rate for link in found] == [1e9, 1e9]
+    assert [link.rate for link in links] == [1e9, 1e9]
     rates.update({("worker:0", "worker:1"): [1e8, 2e8, 1e8], ("worker:1", "worker:0"): [1e9]})
-    found = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
+    links = PeerExchange(Responder(spec, who(spec), {}), spec.tasks[:1], timeout=5).links(
         cluster.odd_links
     )
-    assert [link.rate for link in found] == [2e8, 1e9]
+    assert [link.rate for link in links] == [2e8, 1e9]
     one(
-        cluster.check_links([*found, found[1]]),
+        cluster.check_links([*links, links[1]]),
         "network",
         "the slowest is from worker:0 to worker:1",
         status="warn",
@@ -517,7 +517,7 @@ def test_a_preflight_that_answers_in_place_of_a_doctor():
             preflight.check(spec.for_task("worker", 1), timeout=0.3, versions="keras 3.15")
 
 
-def test_the_words_of_the_page_are_those_of_the_code():
+def test_messages_in_the_docs_are_those_of_the_code():
     """Each message that docs/doctor.md lists for a mistake is part of some text in the package."""
     rows = (
         (ROOT / "docs/doctor.md")
@@ -557,30 +557,30 @@ def served(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"question": "token", "place": 0, "token": "../../../etc/passwd"}, "no token"),
-        ({"question": "token", "place": "/etc", "token": "0" * 32}, "no token"),
+        ({"question": "token", "directory": 0, "token": "../../../etc/passwd"}, "no token"),
+        ({"question": "token", "directory": "/etc", "token": "0" * 32}, "no token"),
         ({"question": "measure", "peer": "10.0.0.9:80"}, "no task of this cluster"),
         ({"question": "measure", "peer": ["worker:1"] * 3}, "no task of this cluster"),
         ({"question": "run"}, "no such question"),
     ],
 )
-def test_what_a_server_refuses(served, facts, text):
+def test_server_refuses_invalid_requests(served, facts, text):
     address, mine, _ = served
     with pytest.raises(exchange.Refused, match=text):
         exchange.ask(address, mine, **facts)
 
 
-def test_only_files_of_doctors_are_told(served):
+def test_server_sends_only_files_written_by_a_doctor(served):
     address, mine, directory = served
     token = "ab" * 16
     (directory / f".tfdist-doctor-{token}").write_text("a secret of somebody else")
-    assert exchange.ask(address, mine, "token", place=0, token=token)["content"] == ""
+    assert exchange.ask(address, mine, "token", directory=0, token=token)["content"] == ""
     (directory / f".tfdist-doctor-{token}").write_text("cd" * 16)
-    assert exchange.ask(address, mine, "token", place=0, token=token)["content"] == "cd" * 16
-    assert exchange.ask(address, mine, "token", place=1, token=token)["place"] is None
+    assert exchange.ask(address, mine, "token", directory=0, token=token)["content"] == "cd" * 16
+    assert exchange.ask(address, mine, "token", directory=1, token=token)["directory"] is None
 
 
-def test_who_has_another_cluster_is_only_told_who_is_there(served):
+def test_peer_with_another_cluster_gets_only_the_servers_hello(served):
     address, mine, _ = served
     stranger = {**mine, "cluster": fingerprint(SPEC)}
     assert exchange.ask(address, stranger, "hello")["task"] == "worker:0"
@@ -589,16 +589,20 @@ def test_who_has_another_cluster_is_only_told_who_is_there(served):
             exchange.ask(address, stranger, question)
 
 
-def test_a_fault_counts_whoever_said_before_that_there_is_none():
+def test_fault_replaces_an_earlier_report_without_a_fault():
     spec = ClusterSpec.local(workers=2)
     responder = Responder(spec, who(spec), {})
-    for wrong, told in (("", ""), ("place: full", "place: full"), ("", "place: full")):
+    for wrong, reported in (
+        ("", ""),
+        ("directory: full", "directory: full"),
+        ("", "directory: full"),
+    ):
         responder.answer(
             {**who(spec), "ask": "done", "serves": ["worker:1", "worker:9", 7], "wrong": wrong},
             "worker:0",
             "here",
         )
-        assert responder.done == {"worker:1": told}
+        assert responder.done == {"worker:1": reported}
 
 
 def test_a_budget_of_questions(served):
@@ -625,7 +629,7 @@ def test_a_budget_of_questions(served):
         b"{" + b"x" * 100000,
     ],
 )
-def test_strangers_do_no_harm(served, sent, capsys):
+def test_malformed_requests_do_not_stop_the_server(served, sent, capsys):
     address, mine, _ = served
     with (
         socket.create_connection(split_address(address)) as connection,
@@ -636,7 +640,7 @@ def test_strangers_do_no_harm(served, sent, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_many_silent_strangers_leave_others_their_turn(served, monkeypatch):
+def test_many_silent_connections_do_not_block_a_peer(served, monkeypatch):
     monkeypatch.setattr(check_server.Server, "exchange_s", 1.0)
     address, mine, _ = served
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,15 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import doctor_check
 from tfdist.launch import main as launch
 from tfdist.runtime import resource_limits
-from tfdist.tools.doctor import check_results, file_systems, frameworks, host, machine, main, table
+from tfdist.tools.doctor import (
+    check_results,
+    file_systems,
+    frameworks,
+    host,
+    machine,
+    main,
+    rendering,
+)
 from tfdist.tools.doctor.file_systems import WriteTest
 from tfdist.tools.doctor.frameworks import Frameworks
 from tfdist.tools.doctor.machine import Card, Machine
@@ -42,10 +50,10 @@ CUDA = dataclasses.replace(
 )
 
 
-def bad(found):
+def bad(checks):
     """Return the checks that do not pass, by name; each has a remedy."""
-    assert all(check.remedy for check in found if check.status != "pass")
-    return {check.name: check for check in found if check.status != "pass"}
+    assert all(check.remedy for check in checks if check.status != "pass")
+    return {check.name: check for check in checks if check.status != "pass"}
 
 
 @pytest.mark.parametrize(("facts", "said"), [(GOOD, TENSORFLOW), (GPUS, CUDA)])
@@ -101,11 +109,11 @@ def test_a_good_host_passes(facts, said):
         ({"files": (100, 100)}, "open files", "fail", "100"),
     ],
 )
-def test_a_fault_of_the_machine(fault, name, status, text):
-    found = bad(host.check_machine(dataclasses.replace(GOOD, **fault), workers=2))
-    assert set(found) == {name}
-    assert found[name].status == status
-    assert text in found[name].found
+def test_fault_of_the_machine_is_named(fault, name, status, text):
+    faults = bad(host.check_machine(dataclasses.replace(GOOD, **fault), workers=2))
+    assert set(faults) == {name}
+    assert faults[name].status == status
+    assert text in faults[name].found
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,7 @@ def test_a_fault_of_the_machine(fault, name, status, text):
             dataclasses.replace(GOOD, cards=1),
             CUDA.__class__(seconds=1.0),
             "GPUs",
-            "1 card of NVIDIA on the bus, but no driver is loaded",
+            "1 NVIDIA card on the bus, but no driver is loaded",
         ),
         (
             GPUS,
@@ -130,7 +138,7 @@ def test_a_fault_of_the_machine(fault, name, status, text):
             "GPUs",
             "2 with a driver, but TensorFlow sees 0: it is built without CUDA",
         ),
-        (GPUS, dataclasses.replace(CUDA, gpus=()), "GPUs", "its libraries of CUDA are missing"),
+        (GPUS, dataclasses.replace(CUDA, gpus=()), "GPUs", "the CUDA libraries are missing"),
         (
             dataclasses.replace(GPUS, visible="0,7"),
             dataclasses.replace(CUDA, gpus=("GPU:0",)),
@@ -139,11 +147,11 @@ def test_a_fault_of_the_machine(fault, name, status, text):
         ),
     ],
 )
-def test_a_fault_of_the_frameworks(facts, said, name, text):
-    found = bad(host.check_frameworks(facts, said))
-    assert set(found) == {name}
-    assert found[name].status == "fail"
-    assert text in found[name].found
+def test_fault_of_the_frameworks_is_named(facts, said, name, text):
+    faults = bad(host.check_frameworks(facts, said))
+    assert set(faults) == {name}
+    assert faults[name].status == "fail"
+    assert text in faults[name].found
 
 
 def test_hidden_gpus_are_meant_so():
@@ -185,7 +193,7 @@ def test_gpus_that_are_hidden_are_not_judged():
     assert not bad(host.check_frameworks(dataclasses.replace(GPUS, smi=cards, visible="1"), one))
 
 
-def test_what_setup_py_asks_for():
+def test_oldest_versions_equal_those_in_setup_py():
     """The oldest versions of the checks are those of the package."""
     asked = (ROOT / "setup.py").read_text()
     for package, version in host.OLDEST.items():
@@ -210,12 +218,12 @@ BROKEN = {
 def test_a_broken_tensorflow_is_a_failing_check(code, tmp_path, monkeypatch):
     (tmp_path / "keras.py").write_text(code)  # it is imported first
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    found = frameworks.look(["ram://somewhere"], ["--config=x.py"], timeout=3)
-    assert BROKEN[code] in found.frameworks.error
-    (check,) = host.check_frameworks(GOOD, found.frameworks)
+    result = frameworks.look(["ram://somewhere"], ["--config=x.py"], timeout=3)
+    assert BROKEN[code] in result.frameworks.error
+    (check,) = host.check_frameworks(GOOD, result.frameworks)
     assert (check.name, check.status) == ("import", "fail")
-    assert "which is to write there" in found.directories[0].error
-    assert found.trial.error
+    assert "TensorFlow could not test it: its process" in result.directories[0].error
+    assert result.trial.error
 
 
 def plant(root, files):
@@ -228,7 +236,7 @@ def plant(root, files):
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1000 kB\nMemAvailable:   16777216 kB\n"
 
 
-def test_what_files_say_of_a_machine(tmp_path):
+def test_memory_limits_and_cards_are_read_from_files(tmp_path):
     plant(tmp_path, {"proc/meminfo": MEMINFO})
     assert resource_limits.memory(tmp_path) == (16 * GB, 32 * GB)
     assert resource_limits.quota(tmp_path) is None
@@ -280,28 +288,28 @@ def test_cards_on_the_bus_and_in_a_container(tmp_path):
 
 
 def test_this_machine_is_looked_at():
-    found = machine.look()
-    assert found.available
-    assert found.cores >= 1
-    assert found.versions["keras"]
+    facts = machine.look()
+    assert facts.available
+    assert facts.cores >= 1
+    assert facts.versions["keras"]
     assert not [
         check
-        for check in host.check_machine(found, 1)
+        for check in host.check_machine(facts, 1)
         if check.name in ("Python", "TensorFlow", "Keras", "clock") and check.status == "fail"
     ]
 
 
 # Places: real ones.
-def test_a_good_place_stays_as_it_was(tmp_path):
+def test_usable_directory_is_left_unchanged(tmp_path):
     (tmp_path / "there").write_text("mine")
     for path in (tmp_path, tmp_path / "a" / "b"):
-        found = file_systems.try_directory(str(path))
-        assert file_systems.check_directory(found).status == "pass"
-        assert found.free > 0
+        write_test = file_systems.try_directory(str(path))
+        assert file_systems.check_directory(write_test).status == "pass"
+        assert write_test.free > 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_file_in_the_place_of_a_directory(tmp_path):
+def test_file_instead_of_a_directory_is_named(tmp_path):
     (tmp_path / "runs").write_text("mine")
     for path in (tmp_path / "runs", tmp_path / "runs" / "digits"):
         check = file_systems.check_directory(file_systems.try_directory(str(path)))
@@ -310,7 +318,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path):
     assert (tmp_path / "runs").read_text() == "mine"
 
 
-def test_a_place_that_cannot_be_written():
+def test_unwritable_directory_is_named():
     check = file_systems.check_directory(
         file_systems.try_directory("/proc/self")
     )  # root may write anywhere else
@@ -331,14 +339,14 @@ def test_a_file_system_that_cannot_replace(tmp_path, monkeypatch):
 
 def test_a_file_system_that_hangs(monkeypatch):
     monkeypatch.setattr(file_systems, "try_directory", lambda path: time.sleep(2))
-    (found,) = file_systems.look(["/mnt/gone"], timeout=0.1)
-    check = file_systems.check_directory(found)
+    (write_test,) = file_systems.look(["/mnt/gone"], timeout=0.1)
+    check = file_systems.check_directory(write_test)
     assert "no answer within 0.1 s" in check.found
     assert "its server runs" in check.remedy
 
 
 @pytest.mark.parametrize(
-    ("place", "status", "text"),
+    ("write_test", "status", "text"),
     [
         (WriteTest("runs", free=10 << 20, total=GB, skew=0.0), "fail", "10.5 MB free"),
         (WriteTest("runs", free=GB, total=2 * GB, skew=0.0), "warn", "1.07 GB free of 2.15 GB"),
@@ -359,8 +367,8 @@ def test_a_file_system_that_hangs(monkeypatch):
         ),
     ],
 )
-def test_a_fault_of_a_place(place, status, text):
-    check = file_systems.check_directory(place)
+def test_fault_of_a_directory_is_named(write_test, status, text):
+    check = file_systems.check_directory(write_test)
     assert check.status == status
     assert text in check.found
 
@@ -374,18 +382,18 @@ MIXED = [
 
 
 def test_the_table_fits_a_terminal():
-    lines = table.lines(MIXED, {"host": "this host", "run": "the run"}, width=80)
+    lines = rendering.lines(MIXED, {"host": "this host", "run": "the run"}, width=80)
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["this host", "the run"]
-    assert "  fail  config          broken" in lines
+    assert "  fail  config           broken" in lines
     nasty = check_results.Check("cluster", "spec", "fail", "a\x1b[2Jb", "c")
-    assert "\x1b" not in "".join(table.lines([nasty], {}, width=80))
-    assert table.summary(MIXED) == "1 passed, 1 warning, 1 failure"
+    assert "\x1b" not in "".join(rendering.lines([nasty], {}, width=80))
+    assert rendering.summary(MIXED) == "1 passed, 1 warning, 1 failure"
 
 
 def test_json_for_machines(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main.main(["--quick", "--json", "--place", str(tmp_path)]) == 0
+    assert main.main(["--quick", "--json", "--directory", str(tmp_path)]) == 0
     said = json.loads(capsys.readouterr().out)
     assert set(said) == {"tfdist", "host", "status", "counts", "checks"}
     assert all(
@@ -396,9 +404,9 @@ def test_json_for_machines(capsys, tmp_path, monkeypatch):
 
 def test_a_failure_is_exit_code_1(capsys, tmp_path):
     (tmp_path / "runs").write_text("a file")
-    assert main.main(["--quick", "--place", str(tmp_path / "runs")]) == 1
+    assert main.main(["--quick", "--directory", str(tmp_path / "runs")]) == 1
     assert re.search(
-        r"fail  place .* remedy: a file is in its way.*1 failure",
+        r"fail  directory .* remedy: a file is in its way.*1 failure",
         capsys.readouterr().out,
         re.DOTALL,
     )
@@ -411,7 +419,7 @@ def test_a_failure_is_exit_code_1(capsys, tmp_path):
         ("--config=none.py", "--config=none.py: expected a Python file"),
         ("--config.train.epochs=3", "--config: expected one config file"),
         ("--confg=a.py", "Did you mean --config?"),
-        ("--palce x", "Did you mean --place?"),
+        ("--directroy x", "Did you mean --directory?"),
         ("word", "expected a flag, received 'word'"),
         ("--serve", "--serve: expected together with --cluster FILE"),
         ("--task worker:0", "--task: expected together with --cluster FILE"),
@@ -430,7 +438,7 @@ def test_a_mistake_on_the_command_line(words, message, capsys, monkeypatch):
     assert message in err
 
 
-def test_words_of_a_config_pass():
+def test_config_flags_are_passed_through():
     words = [
         "--config",
         str(ROOT / "configs/digits.py"),
@@ -441,40 +449,43 @@ def test_words_of_a_config_pass():
         "3",
         "--noconfig.data.cache",
     ]
-    found, config = main.main.parse(words)
-    assert found.workers == 2
+    flags, config = main.main.parse(words)
+    assert flags.workers == 2
     assert config == [*words[:3], *words[5:]]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--workers 3 -- train.py", "--workers 3 --place runs"),
-        ("--chief --workers 2 --ps 1 --log-dir logs -- train.py", "--workers 4 --place logs"),
+        ("--workers 3 -- train.py", "--workers 3 --directory runs"),
+        ("--chief --workers 2 --ps 1 --log-dir logs -- train.py", "--workers 4 --directory logs"),
         (
             "--cluster c.yaml --task worker:1 -- train.py",
             "--cluster c.yaml --together --task worker:1",
         ),
-        ("--rendezvous a:1 --max-workers 4 --workers 2 -- train.py", "--workers 2 --place runs"),
+        (
+            "--rendezvous a:1 --max-workers 4 --workers 2 -- train.py",
+            "--workers 2 --directory runs",
+        ),
         (
             "-- tfdist train --config=c.py --config.train.epochs=3",
-            "--workers 1 --place runs --config=c.py --config.train.epochs=3",
+            "--workers 1 --directory runs --config=c.py --config.train.epochs=3",
         ),
-        ("-- tfdist train --help", "--workers 1 --place runs"),
-        ("-- other train --config=c.py", "--workers 1 --place runs"),
+        ("-- tfdist train --help", "--workers 1 --directory runs"),
+        ("-- other train --config=c.py", "--workers 1 --directory runs"),
     ],
 )
-def test_what_a_launch_asks_doctor(words, expected):
-    found, command = launch.main.parse(words.split())
+def test_launch_flags_are_translated_for_doctor(words, expected):
+    flags, command = launch.main.parse(words.split())
     counts = {
-        "workers": 1 if found.workers is None else found.workers,
-        "ps": found.ps or 0,
-        "chief": bool(found.chief),
+        "workers": 1 if flags.workers is None else flags.workers,
+        "ps": flags.ps or 0,
+        "chief": bool(flags.chief),
     }
-    spec = None if found.rendezvous else ClusterSpec.local(**counts)
-    asked = doctor_check.doctor_words(found, spec, command)
+    spec = None if flags.rendezvous else ClusterSpec.local(**counts)
+    asked = doctor_check.doctor_words(flags, spec, command)
     assert asked == expected.split()
-    if not found.cluster and "--config=c.py" not in asked:
+    if not flags.cluster and "--config=c.py" not in asked:
         main.main.parse(asked)
 
 

@@ -35,25 +35,25 @@ def words(tmp_path, digits_dir, monkeypatch):
 
 
 def tried(words, workers=2):
-    found = None
-    for found in trial.steps(words, workers):
-        assert found.stage in trial.STAGES
-    return found
+    result = None
+    for result in trial.steps(words, workers):
+        assert result.stage in trial.STAGES
+    return result
 
 
-def bad(found):
-    assert all(check.remedy for check in found if check.status != "pass")
-    return [(check.name, check.status) for check in found if check.status != "pass"]
+def bad(checks):
+    assert all(check.remedy for check in checks if check.status != "pass")
+    return [(check.name, check.status) for check in checks if check.status != "pass"]
 
 
 def test_a_run_that_fits(words, tmp_path):
-    found = tried(words)
-    assert found.stage == "done"
-    assert found.rows == 32
-    assert found.weights == 4 * found.parameters == found.gradients
-    assert found.optimizer > 2 * found.weights  # Adam's two moments, and its counters
-    assert found.peak > found.grown
-    assert not bad(runs.check_trial(found, ROOMY, workers=2, here=2))
+    result = tried(words)
+    assert result.stage == "done"
+    assert result.rows == 32
+    assert result.weights == 4 * result.parameters == result.gradients
+    assert result.optimizer > 2 * result.weights  # Adam's two moments, and its counters
+    assert result.peak > result.grown
+    assert not bad(runs.check_trial(result, ROOMY, workers=2, here=2))
     assert not (tmp_path / "runs").exists()
 
 
@@ -79,7 +79,7 @@ def test_data_and_a_model_of_the_users(words, tmp_path):
         "    return model",
     ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
-    found = tried(
+    result = tried(
         [
             *words,
             "--config.data.name=mine.py:data",
@@ -87,8 +87,8 @@ def test_data_and_a_model_of_the_users(words, tmp_path):
             "--config.data.global_batch=4",
         ]
     )
-    assert (found.error, found.stage, found.parameters, found.rows) == ("", "done", 4, 2)
-    assert "inputs a [3]" in found.data
+    assert (result.error, result.stage, result.parameters, result.rows) == ("", "done", 4, 2)
+    assert "inputs a [3]" in result.data
 
 
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
@@ -116,7 +116,7 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
         "    return model",
     ]
     (tmp_path / "mine.py").write_text("\n".join(lines))
-    found = tried(
+    result = tried(
         [
             *words,
             "--config.data.name=mine.py:data",
@@ -124,7 +124,7 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
             "--config.data.global_batch=4",
         ]
     )
-    assert (found.error, found.stage, found.rows) == ("", "done", 2)
+    assert (result.error, result.stage, result.rows) == ("", "done", 2)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,12 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
     ],
 )
 def test_a_fault_of_a_run(words, word, stage, text):
-    found = tried([*words, word])
-    assert found.stage == stage
-    assert text in found.error
-    (failure,) = [check for check in runs.check_trial(found, ROOMY, 2, 2) if check.status == "fail"]
+    result = tried([*words, word])
+    assert result.stage == stage
+    assert text in result.error
+    (failure,) = [
+        check for check in runs.check_trial(result, ROOMY, 2, 2) if check.status == "fail"
+    ]
     assert failure.name == stage
 
 
@@ -160,17 +162,17 @@ def test_a_config_that_raises(words, tmp_path):
 def test_a_directory_with_a_finished_run(words, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "summary.json").write_text("{}")
-    found = tried([*words, "--config.output.dir=old"])
-    assert (found.stage, found.directory) == ("output", "old")
-    assert bad(runs.check_trial(found, ROOMY, 2, 2)) == [("output", "fail")]
+    result = tried([*words, "--config.output.dir=old"])
+    assert (result.stage, result.directory) == ("output", "old")
+    assert bad(runs.check_trial(result, ROOMY, 2, 2)) == [("output", "fail")]
 
 
 def test_a_data_set_that_would_be_downloaded(words, tmp_path):
-    found = tried(
+    result = tried(
         [*words, "--config.data.name=mnist", f"--config.data.data_dir={tmp_path / 'empty'}"]
     )
-    assert found.unprepared.startswith("mnist in ")
-    assert bad(runs.check_trial(found, ROOMY, 2, 2)) == [("data", "warn")]
+    assert result.unprepared.startswith("mnist in ")
+    assert bad(runs.check_trial(result, ROOMY, 2, 2)) == [("data", "warn")]
     assert not (tmp_path / "empty").exists()
 
 
@@ -179,7 +181,7 @@ def test_a_data_set_that_would_be_downloaded(words, tmp_path):
     [(64, 2, []), (64, 3, [("batch", "warn")]), (3, 4, [("batch", "warn")])],
 )
 def test_a_batch_that_does_not_divide(batch, workers, expected):
-    found = trial.Trial(
+    result = trial.Trial(
         "done",
         name="x",
         directory="runs/x",
@@ -189,8 +191,8 @@ def test_a_batch_that_does_not_divide(batch, workers, expected):
         rows=1,
         peak=GB,
     )
-    assert bad(runs.check_trial(found, ROOMY, workers, 1)) == expected
-    servers = dataclasses.replace(found, strategy="parameter_server")
+    assert bad(runs.check_trial(result, ROOMY, workers, 1)) == expected
+    servers = dataclasses.replace(result, strategy="parameter_server")
     assert not bad(runs.check_trial(servers, ROOMY, workers, 1))
 
 
@@ -219,7 +221,7 @@ def test_a_batch_that_does_not_divide(batch, workers, expected):
 )
 def test_memory_that_is_too_little(machine, gpu_peak, status):
     """Two processes need 2.2 GB each on this host."""
-    found = trial.Trial(
+    result = trial.Trial(
         "done",
         name="x",
         directory="x",
@@ -232,7 +234,7 @@ def test_memory_that_is_too_little(machine, gpu_peak, status):
         gpu_peak=gpu_peak,
     )
     (memory,) = [
-        check for check in runs.check_trial(found, machine, 2, 2) if check.name == "memory"
+        check for check in runs.check_trial(result, machine, 2, 2) if check.name == "memory"
     ]
     assert memory.status == status
 
@@ -240,7 +242,7 @@ def test_memory_that_is_too_little(machine, gpu_peak, status):
 @pytest.mark.parametrize(("replicas", "status"), [(1, "pass"), (2, "warn"), (5, "fail")])
 def test_replicas_share_the_memory_of_their_process(replicas, status):
     """Two processes need 2.2 GB each with one replica, and each replica takes 1 GB of it."""
-    found = trial.Trial(
+    result = trial.Trial(
         "done",
         name="x",
         directory="x",
@@ -254,12 +256,12 @@ def test_replicas_share_the_memory_of_their_process(replicas, status):
     )
     (memory,) = [
         check
-        for check in runs.check_trial(found, Machine(available=7 * GB), 2, 2)
+        for check in runs.check_trial(result, Machine(available=7 * GB), 2, 2)
         if check.name == "memory"
     ]
     assert memory.status == status
     assert (f"({replicas} replicas, of which one was measured)" in memory.found) == (replicas > 1)
-    on_gpus = dataclasses.replace(found, gpu_peak=GB)
+    on_gpus = dataclasses.replace(result, gpu_peak=GB)
     assert not bad(
         runs.check_trial(
             on_gpus, Machine(available=7 * GB, smi=(Card("T4", 16 * GB, 15 * GB),)), 2, 2
@@ -267,9 +269,9 @@ def test_replicas_share_the_memory_of_their_process(replicas, status):
     )
 
 
-def test_places_that_only_tensorflow_writes_to(tmp_path):
+def test_directories_that_only_tensorflow_can_write(tmp_path):
     (tmp_path / "file").write_text("mine")
-    found = [
+    write_tests = [
         probe.try_directory(path)
         for path in (
             "ram://somewhere/runs",
@@ -278,7 +280,7 @@ def test_places_that_only_tensorflow_writes_to(tmp_path):
             "none://x",
         )
     ]
-    assert [file_systems.check_directory(place).status for place in found] == [
+    assert [file_systems.check_directory(write_test).status for write_test in write_tests] == [
         "pass",
         "pass",
         "fail",
@@ -287,7 +289,7 @@ def test_places_that_only_tensorflow_writes_to(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_another_host_writes_to_a_new_place_stays(tmp_path, monkeypatch):
+def test_files_that_another_host_writes_meanwhile_are_kept(tmp_path, monkeypatch):
     import tensorflow as tf
 
     rename = tf.io.gfile.rename

@@ -1,6 +1,6 @@
-"""Test plans of what each of several devices needs, from what one device needs.
+"""Test predictions of the needs of several devices from those of one device.
 
-Figures are computed by hand; tests also cover the chosen way and wrong arguments.
+Figures are computed by hand; tests also cover the chosen option and wrong arguments.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from tfdist.tools.plan.main import main, table
-from tfdist.tools.plan.options import Needs, Stage, choose, ways
+from tfdist.tools.plan.options import Needs, Stage, all_options, choose
 
 MEGA = 1_000_000
 # Four equal layers with Adam: 40 MB of weights, 80 MB of slots; 1 MB of activations an example.
@@ -25,9 +25,9 @@ NEEDS = Needs(
 )
 
 
-def found(devices, needs=None, **more):
+def options_by_name(devices, needs=None, **more):
     needs = needs or cut(*[(4 / devices, 1 / devices)] * devices)
-    return {way.name: way for way in ways(needs, devices, **more)}
+    return {option.name: option for option in all_options(needs, devices, **more)}
 
 
 def cut(*stages):
@@ -41,8 +41,8 @@ FOUR = cut(*[(1, 0.25)] * 4)
 
 
 def test_one_device_has_one_way():
-    (way,) = ways(NEEDS, 1)
-    assert (way.name, way.resident, way.peak, way.sent) == (
+    (option,) = all_options(NEEDS, 1)
+    assert (option.name, option.resident, option.peak, option.sent) == (
         "one device",
         120 * MEGA,
         (120 + 40 + 32 + 2 * 10) * MEGA,
@@ -62,26 +62,30 @@ def test_one_device_has_one_way():
     ],
 )
 def test_four_devices(name, resident, peak, sent):
-    way = found(4)[name]
-    assert (way.resident, way.peak, way.sent) == (resident * MEGA, peak * MEGA, sent * MEGA)
+    option = options_by_name(4)[name]
+    assert (option.resident, option.peak, option.sent) == (
+        resident * MEGA,
+        peak * MEGA,
+        sent * MEGA,
+    )
 
 
 def test_a_pipeline_holds_its_heaviest_stage_and_the_activations_of_its_depth():
-    way = found(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline"]
-    assert (way.resident, way.sent) == (60 * MEGA, 1000 * 32)
+    option = options_by_name(2, cut((2, 0.5), (2, 0.5)), microbatches=8)["pipeline parallel"]
+    assert (option.resident, option.sent) == (60 * MEGA, 1000 * 32)
     assert (
-        way.peak == (60 + 2 * 20 + 4) * MEGA
+        option.peak == (60 + 2 * 20 + 4) * MEGA
     )  # gradients, and their sums; of two micro-batches of four rows half of the activations
-    early = found(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline"]
+    early = options_by_name(2, cut((1, 0.9), (3, 0.1)), microbatches=4)["pipeline parallel"]
     assert early.resident == 90 * MEGA
     assert early.peak == max(30 + 10 + 20 + 0.9 * 8 * 2, 90 + 2 * 30 + 0.1 * 8) * MEGA
 
 
 def test_pipeline_whose_traffic_depends_on_the_data():
     needs = dataclasses.replace(NEEDS, stages=[Stage(20 * MEGA, 0, 0.5, None)] * 2)
-    assert found(2, needs)["pipeline"].sent is None
+    assert options_by_name(2, needs)["pipeline parallel"].sent is None
     assert "not known" in "\n".join(
-        table(needs, ways(needs, 2), None, *choose(ways(needs, 2), None))
+        table(needs, all_options(needs, 2), None, *choose(all_options(needs, 2), None))
     )
 
 
@@ -90,17 +94,17 @@ def test_pipeline_whose_traffic_depends_on_the_data():
     [
         (
             dataclasses.replace(NEEDS, not_cut="the model can be cut into at most 1 stages"),
-            "pipeline",
+            "pipeline parallel",
             "at most 1 stages",
         ),
         (
             dataclasses.replace(cut((2, 0.5), (2, 0.5)), rows=30),
-            "pipeline",
+            "pipeline parallel",
             "8 micro-batches do not divide the batch of 30 examples",
         ),
         (
             dataclasses.replace(cut((2, 0.5), (2, 0.5)), last=12),
-            "pipeline",
+            "pipeline parallel",
             "an epoch's last batch of 12 examples; take data.tail",
         ),
         (
@@ -112,19 +116,19 @@ def test_pipeline_whose_traffic_depends_on_the_data():
         ),
     ],
 )
-def test_impossible_way_is_explained_and_not_chosen(needs, name, reason):
-    all_ways = ways(needs, 2)
-    assert reason in next(way.refused for way in all_ways if way.name == name)
-    chosen, _ = choose(all_ways, 100 * MEGA)
+def test_impossible_option_is_explained_and_not_chosen(needs, name, reason):
+    options = all_options(needs, 2)
+    assert reason in next(option.refused for option in options if option.name == name)
+    chosen, _ = choose(options, 100 * MEGA)
     assert chosen is None or not chosen.refused
     assert any(
         "not possible" in line and reason in line
-        for line in table(needs, all_ways, None, *choose(all_ways, None))
+        for line in table(needs, options, None, *choose(options, None))
     )
 
 
 def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica():
-    assert found(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
+    assert options_by_name(3)["data parallel"].peak == (120 + 2 * 40 + 11 + 20) * MEGA
 
 
 @pytest.mark.parametrize(
@@ -132,25 +136,25 @@ def test_rows_of_a_batch_that_does_not_divide_are_those_of_the_fullest_replica()
     [
         (None, "data parallel", "not known"),
         (300 * MEGA, "data parallel", "nothing simpler"),
-        (170 * MEGA, "ZeRO-2", "data parallel needs 0.23 GB"),
-        (100 * MEGA, "FSDP (ZeRO-3)", "ZeRO-2 needs 0.13 GB"),
+        (170 * MEGA, "ZeRO-2", "data parallel needs 228 MB"),
+        (100 * MEGA, "FSDP (ZeRO-3)", "ZeRO-2 needs 133 MB"),
     ],
 )
-def test_the_first_way_that_fits_is_taken(memory, name, why):
-    chosen, reason = choose(ways(FOUR, 4), memory)
+def test_the_first_option_that_fits_is_taken(memory, name, why):
+    chosen, reason = choose(all_options(FOUR, 4), memory)
     assert chosen.name == name
     assert why in reason
 
 
 def test_nothing_fits():
-    chosen, reason = choose(ways(NEEDS, 1), MEGA)
+    chosen, reason = choose(all_options(NEEDS, 1), MEGA)
     assert chosen is None
     assert 'more devices, a smaller global batch, or train.precision="mixed_bfloat16"' in reason
 
 
-def test_the_table_says_what_fits_and_how_to_have_it():
-    all_ways = ways(FOUR, 4)
-    lines = table(FOUR, all_ways, 170 * MEGA, *choose(all_ways, 170 * MEGA))
+def test_table_marks_fitting_options_and_their_flags():
+    options = all_options(FOUR, 4)
+    lines = table(FOUR, options, 170 * MEGA, *choose(options, 170 * MEGA))
     assert lines[0] == (
         "One device, 32 examples a step: weights 40 MB, gradients 40 MB, optimizer 80 MB, "
         "activations 32 MB"
@@ -176,7 +180,7 @@ def test_the_table_says_what_fits_and_how_to_have_it():
         (["--config=a.py", "--microbatches", "half"], "received 'half'"),
     ],
 )
-def test_wrong_words_are_named(words, message):
+def test_wrong_arguments_are_named(words, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         main.parse(words)
 

@@ -46,21 +46,21 @@ def report(directory, *words, code=0):
 
 # --- Runs -----------------------------------------------------------------------------------------
 def test_the_facts_of_a_run(run):
-    found = read_run(run)
-    assert found.problems == found.absent == ()
-    assert list(found.metrics) == ["loss", "accuracy", "learning_rate"]
-    curve = found.metrics["loss"]["validation"]
+    facts = read_run(run)
+    assert facts.problems == facts.absent == ()
+    assert list(facts.metrics) == ["loss", "accuracy", "learning_rate"]
+    curve = facts.metrics["loss"]["validation"]
     assert curve.x == (1, 2, 3, 4)
     assert curve.y == (1.5, 0.75, 0.5, 0.375)
     assert curve.times[0] == BEGUN + 20
-    assert (found.restarts, found.lost) == (1, 13)
-    assert [window.step for window in final_windows(found.step_breakdown[1])] == [
+    assert (facts.restarts, facts.lost) == (1, 13)
+    assert [window.step for window in final_windows(facts.step_breakdown[1])] == [
         8,
         16,
         24,
         *range(32, 97, 8),
     ]
-    assert [window.time for window in final_windows(found.step_breakdown[1])][3] == BEGUN + 15
+    assert [window.time for window in final_windows(facts.step_breakdown[1])][3] == BEGUN + 15
 
 
 def test_page_shows_all_parts_of_a_run(run, tmp_path, capsys):
@@ -115,7 +115,7 @@ def test_a_page_needs_no_other_file(run):
     assert used <= {f"#{name}" for name in ids}
 
 
-def test_text_of_files_stays_text(tmp_path):
+def test_text_of_files_is_escaped(tmp_path):
     launch = write_launch(tmp_path / "launch", text=NASTY)
     run = write_run(tmp_path / "run", name="plain", launch=launch, metrics=(NASTY, "accuracy"))
     config = json.loads((run / layout.CONFIG).read_text())
@@ -156,7 +156,7 @@ def test_the_same_files_give_the_same_page(small):
     assert render(read(small), "foot") == render(read(small), "foot")
 
 
-def test_what_is_not_there_is_left_out(small, capsys):
+def test_missing_parts_are_left_out_with_a_hint(small, capsys):
     page = report(small)
     assert page.figures == 1
     out = capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_unfinished_run(run, tmp_path):
 def test_a_launch_is_found_or_asked_for(run, tmp_path):
     elsewhere = (tmp_path / "runs" / "launch-1").rename(tmp_path / "elsewhere")
     (remedy,) = read_run(run).absent
-    assert "it is not there any more, or elsewhere; name it with --launch DIR" in remedy
+    assert "it was moved or removed; name it with --launch DIR" in remedy
     assert read_run(run).lost is None
     assert read_run(run, [elsewhere]).lost == 13
     elsewhere.rename(run.parent / "launch-1")  # all runs were moved, as one is
@@ -212,13 +212,13 @@ def test_curves_of_a_script(tmp_path):
             for epoch in range(3):
                 tf.summary.scalar("epoch_loss", split / (epoch + 1), step=epoch)
                 tf.summary.scalar("epoch_hits", tf.constant(epoch, tf.int64), step=epoch)
-    found = read_run(tmp_path / "logs")
-    assert {name: curve.y for name, curve in found.metrics["loss"].items()} == {
+    facts = read_run(tmp_path / "logs")
+    assert {name: curve.y for name, curve in facts.metrics["loss"].items()} == {
         "training": pytest.approx((1, 1 / 2, 1 / 3)),
         "validation": pytest.approx((2, 1, 2 / 3)),
     }
-    assert found.metrics["hits"]["training"].y == (0, 1, 2)
-    assert found.metrics["loss"]["training"].times[0] > BEGUN / 2
+    assert facts.metrics["hits"]["training"].y == (0, 1, 2)
+    assert facts.metrics["loss"]["training"].times[0] > BEGUN / 2
     assert report(tmp_path / "logs").figures == 4
     (path,) = (tmp_path / "logs" / "train").iterdir()
     path.write_bytes(path.read_bytes()[:-20])
@@ -367,7 +367,7 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
         ([], "LOGDIR"),
     ],
 )
-def test_mistakes(words, text, run, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_named(words, text, run, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     write_benchmark(tmp_path / "benches" / "one", "predict")
@@ -377,7 +377,7 @@ def test_mistakes(words, text, run, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_a_place_that_cannot_be_written(small, tmp_path, capsys):
+def test_unwritable_directory_is_named(small, tmp_path, capsys):
     (tmp_path / "file").touch()
     for words in (
         ["--out", tmp_path / "file" / "x.html"],
@@ -456,11 +456,11 @@ def test_pages_in_a_browser(run, tmp_path):
     journal.write_text(
         "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["time"]))
     )
-    places = [
+    directories = [
         run.parent,
         *(write_benchmark(tmp_path / kind, kind) for kind in ("scaling", "predict", "allreduce")),
     ]
-    pages = [report(place) for place in places]
+    pages = [report(directory) for directory in directories]
 
     dom, complaints = browse(
         tmp_path, f"file://{run.parent}/report.html", 1280, f"--screenshot={tmp_path / 'page.png'}"
@@ -483,7 +483,7 @@ def test_pages_in_a_browser(run, tmp_path):
     dom, complaints = browse(tmp_path, f"file://{tmp_path}/frames.html", 1400)
     assert complaints == ""
     results = [json.loads(html.unescape(line)) for line in re.findall("<li>(.*?)</li>", dom)]
-    (bad,) = (found for _, name, _, found in results if name == "bad")
+    (bad,) = (problems for _, name, _, problems in results if name == "bad")
     assert [sentence.partition(":")[0] for sentence in bad] == [
         "wider than the screen",
         "overlap",
@@ -493,7 +493,7 @@ def test_pages_in_a_browser(run, tmp_path):
     assert sorted((width, figures) for width, _, figures, _ in results) == sorted(
         (width, page.figures) for page in pages for width in (1280, 420)
     )
-    assert not [(width, name, found) for width, name, _, found in results if found]
+    assert not [(width, name, problems) for width, name, _, problems in results if problems]
 
 
 def test_the_image_of_the_docs_is_small():

@@ -1,4 +1,4 @@
-"""Test `tfdist verify`: differences, their causes, what a step shows, and refused arguments."""
+"""Test `tfdist verify`: differences, their causes, the steps shown, and refused arguments."""
 
 import dataclasses
 import os
@@ -52,18 +52,18 @@ def recording(**changes):
     """
     arrays = {}
     for step in range(STEPS + 1):
-        for place in range(len(VARIABLES)):
-            arrays[f"{step}/state/{place}"] = (
+        for index in range(len(VARIABLES)):
+            arrays[f"{step}/state/{index}"] = (
                 np.arange(1.0, 5.0)
-                * (place + 1)
-                * (1 + 0.1 * step * (VARIABLES[place].kind != SEEDS))
+                * (index + 1)
+                * (1 + 0.1 * step * (VARIABLES[index].kind != SEEDS))
             )
         arrays[f"{step}/copies"] = np.zeros(len(VARIABLES))
         if step:
             arrays[f"{step}/logs"] = np.array([2.0 / step, 0.1 * step])
             arrays[f"{step}/rows"] = np.arange(8) + 8 * step
-            for place in range(3):
-                arrays[f"{step}/gradient/{place}"] = np.array(1.0 + place)
+            for index in range(3):
+                arrays[f"{step}/gradient/{index}"] = np.array(1.0 + index)
     for name, value in arrays.items():
         step, _, rest = name.partition("/")
         for beginning, change in changes.items():
@@ -84,12 +84,12 @@ def halves(whole):
     return parts
 
 
-def found(workers, rounding=None, tolerance=1e-4):
+def comparison_of(workers, rounding=None, tolerance=1e-4):
     return compare(recording(), workers, rounding, tolerance)
 
 
 def test_equal_recordings_are_the_same():
-    comparison = found(halves(recording()), recording())
+    comparison = comparison_of(halves(recording()), recording())
     assert comparison.same
     assert comparison.largest(WEIGHTS).value == 0
     assert comparison.steps == STEPS
@@ -100,21 +100,21 @@ def test_the_first_difference_is_the_earliest_and_foremost():
         state__3=lambda step, x: x * (1 + 0.01 * (step >= 2)),
         state__0=lambda step, x: x * (1 + 0.01 * (step >= 2)),
     )
-    first = found(halves(late)).first
+    first = comparison_of(halves(late)).first
     assert (first.step, first.kind, first.name) == (2, WEIGHTS, "dense/kernel")
     assert first.value == pytest.approx(0.01)
 
 
-def test_what_rounding_explains_is_no_difference():
+def test_rounding_errors_are_no_difference():
     noisy = recording(state__4=lambda step, x: x * (1 + 1e-3 * (step > 0)))
-    assert not found(halves(noisy)).same
-    comparison = found(
+    assert not comparison_of(halves(noisy)).same
+    comparison = comparison_of(
         halves(noisy), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0)))
     )
     assert comparison.same
     assert comparison.lenient == ["adam/velocity"]
     far = recording(state__4=lambda step, x: x * (1 + 0.1 * (step > 0)))
-    assert not found(
+    assert not comparison_of(
         halves(far), rounding=recording(state__4=lambda step, x: x * (1 - 1e-3 * (step > 0)))
     ).same
 
@@ -122,13 +122,13 @@ def test_what_rounding_explains_is_no_difference():
 @pytest.mark.parametrize("far", [lambda step, x: x * 1.1, lambda step, x: x * np.inf])
 def test_no_rounding_allows_an_unscaled_loss(far):
     unscaled = recording(gradient=lambda step, x: 2 * x, logs=lambda step, x: 2 * x)
-    comparison = found(halves(unscaled), rounding=recording(gradient=far, logs=far))
+    comparison = comparison_of(halves(unscaled), rounding=recording(gradient=far, logs=far))
     assert not comparison.same
     assert not rendering.facts({"compiled": comparison}, [])["same"]
-    told = " ".join(rendering.verdict({"compiled": comparison}, [], "2 devices"))
-    assert told.startswith("NOT COMPARED: step 1: loss differs by") == (not comparison.differs)
+    text = " ".join(rendering.verdict({"compiled": comparison}, [], "2 devices"))
+    assert text.startswith("NOT COMPARED: step 1: loss differs by") == (not comparison.differs)
     assert ("?" in rendering.table({"compiled": comparison})[1]) == (not comparison.differs)
-    near = found(
+    near = comparison_of(
         halves(recording(gradient=lambda step, x: 1.005 * x)),
         rounding=recording(gradient=lambda step, x: x * 1.0004),
     )
@@ -138,21 +138,21 @@ def test_no_rounding_allows_an_unscaled_loss(far):
 
 def test_weights_whose_gradients_are_rounding_are_set_apart_and_others_are_not():
     noisy = {"state__1": lambda step, x: x * (1 + 0.3 * (step > 0))}
-    comparison = found(halves(recording(**noisy)), rounding=recording(**noisy))
+    comparison = comparison_of(halves(recording(**noisy)), rounding=recording(**noisy))
     assert comparison.same
     assert comparison.lenient == ["dense/bias"]
-    boundless = found(
+    boundless = comparison_of(
         halves(recording(**noisy)),
         rounding=recording(state__1=lambda step, x: x * (np.inf if step else 1)),
     )
     assert not boundless.same
     begun = {"state__1": lambda step, x: x * 1.3}
     assert (
-        found(halves(recording(**begun)), rounding=recording(**begun)).first.step == 0
+        comparison_of(halves(recording(**begun)), rounding=recording(**begun)).first.step == 0
     )  # nothing is rounded before the first step
 
 
-def test_what_is_not_finite_proves_nothing():
+def test_nonfinite_loss_is_not_compared():
     broken = recording(logs=lambda step, x: x if step < 2 else x * np.nan)
     comparison = compare(broken, halves(broken), broken, 1e-4)
     assert not comparison.same
@@ -181,12 +181,12 @@ def test_each_worker_is_compared_with_the_chief():
     both[1] = dataclasses.replace(
         both[1], arrays={**both[1].arrays, "2/logs": both[1].arrays["2/logs"] * 1.1}
     )
-    first = found(both, recording()).first
+    first = comparison_of(both, recording()).first
     assert (first.step, first.kind, first.name, first.worker) == (2, LOGS, "loss", 1)
-    assert "step 2, worker 1: loss differs" in " ".join(rendering.first(found(both)))
+    assert "step 2, worker 1: loss differs" in " ".join(rendering.first(comparison_of(both)))
     both = halves(recording())
     both[1] = dataclasses.replace(both[1], arrays={**both[1].arrays, "3/gradient/2": np.array(4.0)})
-    first = found(both, recording()).first
+    first = comparison_of(both, recording()).first
     assert (first.step, first.name, first.worker) == (3, "last/kernel", 1)
 
 
@@ -194,11 +194,11 @@ def test_a_worker_with_fewer_steps_is_a_difference():
     both = halves(recording())
     short = {name: value for name, value in both[1].arrays.items() if not name.startswith("3/")}
     both[1] = dataclasses.replace(both[1], steps=2, arrays=short)
-    comparison = found(both, recording())
+    comparison = comparison_of(both, recording())
     assert not comparison.same
     assert (comparison.rows.step, comparison.rows.missing) == (3, 4)
     assert (comparison.first.kind, comparison.first.worker) == (EXAMPLES, 1)
-    assert "do not end with the same step" in likely(dataclasses.replace(comparison, rows=None), [])
+    assert "end at a different step" in likely(dataclasses.replace(comparison, rows=None), [])
     assert "the number of steps (2, and 3 of one replica)" in " ".join(
         rendering.verdict({"compiled": comparison}, [], "2 workers")
     )
@@ -207,7 +207,7 @@ def test_a_worker_with_fewer_steps_is_a_difference():
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"state__0": lambda step, x: x + 0.5}, "begin with other weights"),
+        ({"state__0": lambda step, x: x + 0.5}, "initial weights differ"),
         (
             {"gradient": lambda step, x: 2 * x, "state__4": lambda step, x: x * 4**step},
             "all gradients are 2 times too large: the step sums them",
@@ -222,9 +222,9 @@ def test_a_worker_with_fewer_steps_is_a_difference():
             {"gradient": lambda step, x: x**1.1, "logs": lambda step, x: x * 1.1},
             r"rows of a batch depend on each other.*all_gather_rows",
         ),
-        ({"logs": lambda step, x: x * 1.1}, "only what is reported differs: loss"),
-        ({"state__3": lambda step, x: x * (1 + 0.1 * step)}, "something else than the optimizer"),
-        ({"copies": lambda step, x: x + 0.1 * step}, "copies of dense/kernel have come apart"),
+        ({"logs": lambda step, x: x * 1.1}, "only the logs differ: loss"),
+        ({"state__3": lambda step, x: x * (1 + 0.1 * step)}, "something other than the optimizer"),
+        ({"copies": lambda step, x: x + 0.1 * step}, "copies of dense/kernel differ"),
     ],
 )
 def test_a_pattern_has_its_cause(changes, cause):
@@ -236,7 +236,7 @@ def test_a_pattern_has_its_cause(changes, cause):
         tuple(v for v in VARIABLES if v.kind != STATISTICS) if blames_no_layer else VARIABLES
     )
     workers = [dataclasses.replace(worker, variables=variables) for worker in workers]
-    comparison = found(workers)
+    comparison = comparison_of(workers)
     if blames_no_layer:
         comparison = dataclasses.replace(
             comparison, differences=tuple(d for d in comparison.differences if d.kind != STATISTICS)
@@ -246,12 +246,12 @@ def test_a_pattern_has_its_cause(changes, cause):
 
 
 def test_a_difference_without_gradients_is_no_known_pattern():
-    comparison = found(halves(recording(state__3=lambda step, x: x * (1 + 0.1 * step))))
+    comparison = comparison_of(halves(recording(state__3=lambda step, x: x * (1 + 0.1 * step))))
     without = dataclasses.replace(
         comparison, differences=tuple(d for d in comparison.differences if d.kind != GRADIENTS)
     )
     assert (
-        "replicas share them, and a train_step of your own may update without the optimizer"
+        "no pattern can be found without whole gradients: with parallel.zero each replica has only"
         in likely(without, [])
     )
 
@@ -260,30 +260,30 @@ def test_rows_on_several_workers_overlap():
     both = halves(recording())
     rows = {f"{step}/rows": both[0].rows(step) for step in range(1, STEPS + 1)}
     both[1] = dataclasses.replace(both[1], arrays={**both[1].arrays, **rows})
-    comparison = found(both)
+    comparison = comparison_of(both)
     assert (comparison.rows.step, comparison.rows.shared, comparison.rows.missing) == (1, 4, 4)
     assert "shards overlap" in likely(comparison, [])
 
 
-def test_rows_of_another_order_are_told_from_shards_that_overlap():
+def test_reordered_rows_are_distinguished_from_overlapping_shards():
     other = halves(recording(rows=lambda step, x: x + 1000 * (step > 1)))
-    comparison = found(other)
+    comparison = comparison_of(other)
     assert (comparison.rows.step, comparison.rows.strange) == (2, 8)
     assert "other examples" in likely(comparison, [])
 
 
 def test_a_difference_of_uncompiled_steps_alone_has_its_cause():
     ways = {
-        "compiled": found(halves(recording())),
-        "not compiled": found(halves(recording(gradient=lambda step, x: 2 * x))),
+        "compiled": comparison_of(halves(recording())),
+        "not compiled": comparison_of(halves(recording(gradient=lambda step, x: 2 * x))),
     }
-    told = " ".join(" ".join(rendering.verdict(ways, [], "2 workers")).split())
-    assert "NOT THE SAME: not compiled." in told
-    assert "Likely cause: only steps that are not compiled differ" in told
+    text = " ".join(" ".join(rendering.verdict(ways, [], "2 workers")).split())
+    assert "NOT THE SAME: not compiled." in text
+    assert "Likely cause: only steps that are not compiled differ" in text
 
 
-def test_a_table_marks_what_differs():
-    comparison = found(halves(recording(gradient=lambda step, x: 2 * x)))
+def test_table_marks_differences():
+    comparison = comparison_of(halves(recording(gradient=lambda step, x: 2 * x)))
     lines = rendering.table({"compiled": comparison})
     assert lines[1].count("!") == 1
     assert (
@@ -293,7 +293,7 @@ def test_a_table_marks_what_differs():
 
 
 def test_random_numbers_that_are_drawn_leave_nothing_proved():
-    same = {"compiled": found(halves(recording()))}
+    same = {"compiled": comparison_of(halves(recording()))}
     assert rendering.verdict(same, [], "2 devices")[0].startswith("The same: 2 devices compute")
     assert rendering.verdict(same, ["dropout/seed"], "2 devices")[0].startswith("NOT COMPARED")
     assert not rendering.facts(same, ["dropout/seed"])["same"]
@@ -503,7 +503,7 @@ def test_the_reason_is_the_launchers_root_cause(tmp_path):
         (["--config=a.py", "--worker=2"], "--worker=2: no such flag. Did you mean --workers"),
     ],
 )
-def test_words_that_are_wrong_are_named(capsys, argv, message):
+def test_wrong_arguments_are_named(capsys, argv, message):
     assert command.main(argv) == 2
     with pytest.raises(ValueError, match=message):
         raise ValueError(capsys.readouterr().err)

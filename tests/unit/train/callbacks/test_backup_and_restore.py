@@ -158,15 +158,15 @@ def train(
     }
 
 
-def same(found, expected):
-    assert found["ended"]
-    assert found["iterations"] == expected["iterations"] == STEPS * EPOCHS
-    assert found["epochs"] == expected["epochs"]
-    assert found["best"] == pytest.approx(expected["best"], rel=1e-6)
-    assert set(found["history"]) == set(expected["history"])
+def same(actual, expected):
+    assert actual["ended"]
+    assert actual["iterations"] == expected["iterations"] == STEPS * EPOCHS
+    assert actual["epochs"] == expected["epochs"]
+    assert actual["best"] == pytest.approx(expected["best"], rel=1e-6)
+    assert set(actual["history"]) == set(expected["history"])
     for name, values in expected["history"].items():
-        np.testing.assert_allclose(found["history"][name], values, rtol=1e-6, err_msg=name)
-    for a, b in zip(found["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(actual["history"][name], values, rtol=1e-6, err_msg=name)
+    for a, b in zip(actual["weights"], expected["weights"], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -213,17 +213,18 @@ def test_sigterm_saves_the_step_without_a_strategy(no_strategy, undisturbed, tmp
     same(train(no_strategy, tmp_path, save_freq="epoch", seed=5), undisturbed(no_strategy))
 
 
-def test_callbacks_know_each_step_wherever_they_are_listed(one_device, tmp_path):
+def test_callbacks_get_each_step_wherever_they_are_listed(one_device, tmp_path):
     before = Counter()
     after = Counter()
     options = {"callbacks": lambda saves: [before, saves, after], "save_freq": 3}
     assert not train(one_device, tmp_path, interrupt=(1, 5), **options)["ended"]
-    before.count = after.count = 100
+    before.count = 100
+    after.count = 100
     assert train(one_device, tmp_path, seed=5, **options)["ended"]
     assert (before.count, after.count) == (STEPS * EPOCHS, STEPS * EPOCHS)
 
 
-def test_in_a_list_of_keras_it_comes_before_keras_own(one_device, tmp_path):
+def test_backup_precedes_keras_own_callbacks_in_a_callback_list(one_device, tmp_path):
     counter = Counter()
     own = tfdist.BackupAndRestore(tmp_path, save_freq=2)
     model = model_of(one_device, 1)
@@ -249,10 +250,10 @@ def test_a_training_killed_before_its_first_save_begins_from_the_same_state(
 def test_training_interrupted_several_times_resumes(one_device, undisturbed, tmp_path):
     for interrupt in ((0, 5), (1, 2), (1, 6)):
         assert not train(one_device, tmp_path, "pipeline", interrupt)["ended"]
-    found = train(one_device, tmp_path, "pipeline")
+    resumed = train(one_device, tmp_path, "pipeline")
     assert not tmp_path.exists()
-    same(found, undisturbed(one_device))
-    assert found["seen"][0] == (1, 0)  # the callbacks see the whole epoch
+    same(resumed, undisturbed(one_device))
+    assert resumed["seen"][0] == (1, 0)  # the callbacks see the whole epoch
 
 
 @pytest.mark.parametrize(
@@ -353,6 +354,6 @@ def test_a_model_that_is_compiled_again_saves_its_new_optimizer(one_device, tmp_
             tmp_path / str(attempt), save_freq="epoch", delete_checkpoint=False
         )
         model.fit(X, Y, epochs=1 + attempt, batch_size=BATCH, verbose=0, callbacks=[saves])
-        found = Store(tmp_path / str(attempt)).newest().snapshot
-        for place, variable in enumerate(model.optimizer.variables):
-            np.testing.assert_array_equal(found.arrays[f"optimizer/{place}"], variable)
+        snapshot = Store(tmp_path / str(attempt)).newest().snapshot
+        for index, variable in enumerate(model.optimizer.variables):
+            np.testing.assert_array_equal(snapshot.arrays[f"optimizer/{index}"], variable)

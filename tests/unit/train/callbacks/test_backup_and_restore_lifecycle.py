@@ -1,6 +1,6 @@
 """Test where a training begins and ends.
 
-The tests cover who may resume from what, what stays at the end, and what the launch is told.
+The tests cover refused snapshots, files kept at the end, and events sent to the launch.
 """
 
 import os
@@ -65,10 +65,10 @@ def fit(
     return model.get_weights(), history.history, history.epoch
 
 
-def same(found, expected):
-    for a, b in zip(found[0], expected[0], strict=True):
+def same(actual, expected):
+    for a, b in zip(actual[0], expected[0], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-    assert found[1:] == expected[1:]
+    assert actual[1:] == expected[1:]
 
 
 def snapshots(directory):
@@ -174,7 +174,7 @@ def test_worker_with_another_directory_than_the_chief_gets_an_error(
     train(one_device, tmp_path, interrupt=(1, 4))
     number = Store(tmp_path).numbers()[-1]
     engine = one_device.tfdist_engine
-    for chief, told in (
+    for chief, stored in (
         ([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2\\); this worker found none"),
         ([-1.0, 0.0, 0.0], f"none\\); this worker found snapshot-{number}"),
     ):
@@ -183,7 +183,8 @@ def test_worker_with_another_directory_than_the_chief_gets_an_error(
         )
         with pytest.raises(
             ValueError,
-            match=rf"the snapshot that the chief restores \({told}.*must read the same backup_dir",
+            match=rf"the snapshot that the chief restores \({stored}"
+            ".*must read the same backup_dir",
         ):
             fit(one_device, tmp_path / "elsewhere" if chief[0] >= 0 else tmp_path)
 
@@ -214,8 +215,8 @@ def test_launch_is_notified_of_saves_and_restores(one_device, tmp_path, launched
     logs = launched("one")
     assert not train(one_device, tmp_path, interrupt=(1, 4), save_freq=5)["ended"]
     train(one_device, tmp_path, seed=5, save_freq=5)
-    told = [e for e in launch_protocol.read_journal(logs) if e["event"] != "saving"]
-    assert [(e["event"], e["epoch"], e["step"], e["number"]) for e in told][:4] == [
+    events = [e for e in launch_protocol.read_journal(logs) if e["event"] != "saving"]
+    assert [(e["event"], e["epoch"], e["step"], e["number"]) for e in events][:4] == [
         ("saved", 0, 0, 0),
         ("saved", 0, 5, 1),
         ("saved", 1, 3, 2),
@@ -225,9 +226,9 @@ def test_launch_is_notified_of_saves_and_restores(one_device, tmp_path, launched
         e["task"] == "worker:0"
         and e["seconds"] >= 0
         and e["path"] == str(tmp_path / f"snapshot-{e['number']}.tfdist")
-        for e in told
+        for e in events
     )
-    assert told[-1]["epoch"] == EPOCHS
+    assert events[-1]["epoch"] == EPOCHS
 
 
 def test_a_call_of_more_steps_than_where_it_was_saved_is_refused(one_device, tmp_path):
@@ -242,7 +243,7 @@ def test_a_call_of_more_steps_than_where_it_was_saved_is_refused(one_device, tmp
         )
 
 
-def test_a_signal_that_comes_too_late_for_a_fit_is_not_forgotten(one_device, tmp_path):
+def test_signal_after_the_last_step_is_raised_after_fit(one_device, tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:

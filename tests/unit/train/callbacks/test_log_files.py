@@ -28,17 +28,17 @@ def strategy(request):
 
 def points(directory):
     """Return tags and steps of all values in the event files, and the values."""
-    found = collections.defaultdict(list)
+    values = collections.defaultdict(list)
     for path in sorted(directory.glob("*/events*")):
         for event in map(
             tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
         ):
             for value in event.summary.value:
                 if value.tag != "keras" and not value.tag.startswith("speed/"):
-                    found[path.parent.name, value.tag, event.step].append(
+                    values[path.parent.name, value.tag, event.step].append(
                         tf.make_ndarray(value.tensor)
                     )
-    return found
+    return values
 
 
 def speeds(directory):
@@ -120,10 +120,10 @@ def test_an_error_while_steps_are_only_counted_leaves_no_silence(one_device, tmp
     assert board.update_freq == 3
 
 
-@pytest.mark.parametrize("place", ["{}/logs", "ram://{}/logs"])
-def test_files_are_cut_to_what_was_recorded(tmp_path, place):
-    board = keras.callbacks.TensorBoard(place.format(tmp_path))
-    other = keras.callbacks.TensorBoard(place.format(tmp_path / "other"))
+@pytest.mark.parametrize("log_dir", ["{}/logs", "ram://{}/logs"])
+def test_files_are_truncated_to_the_recorded_length(tmp_path, log_dir):
+    board = keras.callbacks.TensorBoard(log_dir.format(tmp_path))
+    other = keras.callbacks.TensorBoard(log_dir.format(tmp_path / "other"))
 
     def write(name, content, into=board):
         path = os.path.join(into.log_dir, "train", name)
@@ -150,7 +150,7 @@ def test_files_are_cut_to_what_was_recorded(tmp_path, place):
     assert read(other) == {"events.out.tfevents.3": b"theirs"}
 
 
-def test_tables_are_cut_to_what_was_recorded_and_go_on(tmp_path):
+def test_tables_are_truncated_to_the_recorded_length_and_continued(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("epoch,loss\n0,1\n1,2\n")  # of an earlier training, to which this one appends
     table = keras.callbacks.CSVLogger(path, append=True)

@@ -1,4 +1,4 @@
-"""Test what TensorBoard gets beside a training's curves: traces of single steps, and images.
+"""Test TensorBoard's additional data beside curves: traces of single steps, and images.
 
 Also test what other writers get.
 """
@@ -52,11 +52,11 @@ def fit(strategy, *callbacks, epochs=2, outputs=3, validated=False, **compiled):
 
 def traced(directory):
     """Return the numbers of the steps in the traces of a directory, in order."""
-    found = []
+    steps = []
     for path in directory.glob("plugins/profile/*/*.xplane.pb"):
         for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
             names = {key: value.name for key, value in plane.stat_metadata.items()}
-            found += [
+            steps += [
                 stat.int64_value
                 for line in plane.lines
                 for event in line.events
@@ -64,7 +64,7 @@ def traced(directory):
                 for stat in event.stats
                 if names[stat.metadata_id] == "step_num"
             ]
-    return sorted(found)
+    return sorted(steps)
 
 
 def test_a_profile_has_the_steps_it_was_asked_for(mirrored, tmp_path):
@@ -167,10 +167,10 @@ def test_a_model_without_an_optimizer_has_a_profile(one_device, tmp_path):
 
 def test_a_worker_has_a_directory_in_a_bucket_too():
     board = tfdist.TensorBoard("gs://bucket/logs", "try")
-    place = types.SimpleNamespace(rank=1, workers=2)
+    placement = types.SimpleNamespace(rank=1, workers=2)
     model = types.SimpleNamespace(
         distribute_strategy=types.SimpleNamespace(
-            tfdist_engine=types.SimpleNamespace(placement=place)
+            tfdist_engine=types.SimpleNamespace(placement=placement)
         )
     )
     keras.callbacks.Callback.set_model(board, model)  # the board's own would write
@@ -235,9 +235,9 @@ def test_images_show_predictions_of_the_model(mirrored, tmp_path):
     events = map(
         tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
     )
-    found = {event.step: value for event in events for value in event.summary.value}
-    assert sorted(found) == [1, 3]
-    width, height, picture = tf.make_ndarray(found[3].tensor)
+    image_of_step = {event.step: value for event in events for value in event.summary.value}
+    assert sorted(image_of_step) == [1, 3]
+    width, height, picture = tf.make_ndarray(image_of_step[3].tensor)
     assert tf.io.decode_png(picture).shape == (int(height), int(width), 3)
     assert len(samples.images) == len(samples.labels) == 6
 

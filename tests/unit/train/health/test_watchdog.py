@@ -93,7 +93,7 @@ def test_a_call_without_a_step_is_ended(said, sign):
 
 
 @pytest.mark.parametrize("seconds", [60, float("inf")])
-def test_workers_in_different_collectives_are_said_to_be_out_of_step(seconds):
+def test_workers_in_different_collectives_are_reported_as_out_of_step(seconds):
     """The message is that of two workers; tests/cluster/test_training.py makes them."""
     import tensorflow as tf
 
@@ -101,9 +101,13 @@ def test_workers_in_different_collectives_are_said_to_be_out_of_step(seconds):
     from tfdist.train.health.watchdog import Watchdog
 
     watchdog = Watchdog(seconds, Placement(workers=2))
-    told = "Collective instance 131 expected type 0 and data_type 2 but got type 1 and data_type 9"
-    with pytest.raises(RuntimeError, match=f"is out of step with .*variable.*{told}"):
+    message = (
+        "Collective instance 131 expected type 0 and data_type 2 but got type 1 and data_type 9"
+    )
+    with pytest.raises(RuntimeError, match=f"is out of step with .*variable.*{message}"):
         with watchdog.bound():
-            raise tf.errors.InternalError(None, None, f"aborted by: {told}\nRestart your program")
+            raise tf.errors.InternalError(
+                None, None, f"aborted by: {message}\nRestart your program"
+            )
     with pytest.raises(tf.errors.InternalError, match="other"), watchdog.bound():
         raise tf.errors.InternalError(None, None, "other")

@@ -34,11 +34,11 @@ import pickle, sys
 import tensorflow as tf
 from tfdist.train.parameter_server.batch_stream import dataset_variant
 spec = tf.TensorSpec(None, tf.int64)
-found = {}
+batches = {}
 for name, graph in pickle.load(open(sys.argv[1], "rb")).items():
     elements = tf.data.experimental.from_variant(dataset_variant(tf.constant(graph)), spec)
-    found[name] = [tf.reshape(x, [-1]).numpy().tolist() for x in elements]
-pickle.dump(found, open(sys.argv[2], "wb"))
+    batches[name] = [tf.reshape(x, [-1]).numpy().tolist() for x in elements]
+pickle.dump(batches, open(sys.argv[2], "wb"))
 """
 
 DATA_SETS = {
@@ -75,7 +75,7 @@ def squares():
 
 @pytest.fixture(scope="module")
 def orders(tmp_path_factory):
-    """Return what two other processes read, each as {(data set, seed, pass): elements}."""
+    """Return the elements read by two other processes, by (data set, seed, pass)."""
     directory = tmp_path_factory.mktemp("stream")
     tf.random.set_seed(None)  # other tests set it, and a shuffle inside of a map keeps to it
     graphs = {}
@@ -125,7 +125,7 @@ def test_orders_follow_from_the_seeds(orders):
     )
 
 
-def test_a_pipeline_reads_on_workers_what_it_reads_here(orders):
+def test_data_pipeline_yields_the_same_elements_on_workers(orders):
     here = DATA_SETS["a pipeline"]()
     for number in (1, 2):
         assert orders[0]["a pipeline", 1, number] == [x.tolist() for x in here.as_numpy_iterator()]
@@ -173,7 +173,7 @@ def test_data_that_cannot_move_are_read_by_the_coordinator(what):
     assert not make(immovable()[what]).by_workers
 
 
-def test_the_coordinator_may_be_told_to_read():
+def test_coordinator_can_be_chosen_to_read():
     assert make(numbers()).by_workers
     assert not make(numbers(), by_workers=False).by_workers
 

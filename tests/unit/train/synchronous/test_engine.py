@@ -130,7 +130,7 @@ def test_endless_data_set_starts_no_unused_pass(mirrored, a_call):
 
 
 def test_results_stay_right_when_a_model_is_compiled_anew(mirrored):
-    """Old and new metrics may lie at the same addresses, and must not be taken for each other."""
+    """Old and new metrics may lie at the same addresses, and must not be confused."""
     x, y = data(30)
     model = compiled(mirrored)
     expected = None
@@ -209,7 +209,7 @@ def test_directories_of_checkpoints_are_there_before_two_workers_would_make_them
     )
 
 
-def test_who_watches_batches(tmp_path):
+def test_callbacks_that_need_single_steps_are_detected(tmp_path):
     rows = every_callback(tmp_path)
     for name, callback, train, test in rows:
         assert (
@@ -556,7 +556,8 @@ def train_in_loop(strategy, build, inside=lambda update: update()):
 
 
 def test_a_loop_builds_its_optimizer_in_the_first_step(mirrored):
-    built, lazily = train_in_loop(mirrored, build=True), train_in_loop(mirrored, build=False)
+    built = train_in_loop(mirrored, build=True)
+    lazily = train_in_loop(mirrored, build=False)
     assert len(built) == 2 * (2 + 6)  # of each variable a copy per replica
     for a, b in zip(built, lazily, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -575,5 +576,5 @@ def test_predict_builds_a_model(mirrored):
     with mirrored.scope():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.layers.Dense(3)])
-    found = model.predict(x, batch_size=3, verbose=0)
-    np.testing.assert_allclose(found, x @ model.get_weights()[0], rtol=1e-6)
+    predictions = model.predict(x, batch_size=3, verbose=0)
+    np.testing.assert_allclose(predictions, x @ model.get_weights()[0], rtol=1e-6)

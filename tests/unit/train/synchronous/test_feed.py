@@ -14,20 +14,21 @@ from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.feed import Batch, Feed, batch_of, replica_rows, replica_slices
 
 HOST = "/cpu:0"
-ROWS, BATCH = 10, 4  # a short last batch
+ROWS = 10
+BATCH = 4  # a short last batch
 
 
-def places(workers, local_replicas=1):
+def placements(workers, local_replicas=1):
     return [Placement(workers, rank, local_replicas) for rank in range(workers)]
 
 
-def fed(data, place):
-    return list(Feed(data, place, HOST, symbolic_first=False))
+def fed(data, placement):
+    return list(Feed(data, placement, HOST, symbolic_first=False))
 
 
-def fed_to_keras(data, place):
-    """Return what Keras gets to learn shapes from, and the batches that a step then draws."""
-    iterator = iter(Feed(data, place, HOST, symbolic_first=True))
+def fed_to_keras(data, placement):
+    """Return the batch from which Keras infers shapes, and the batches that a step then draws."""
+    iterator = iter(Feed(data, placement, HOST, symbolic_first=True))
     return next(iterator), list(iterator.iterator)
 
 
@@ -42,9 +43,9 @@ def test_shares_are_a_partition_whose_short_ones_come_last(rows, replicas):
 
 
 def test_placement_counts_and_names():
-    place = Placement(workers=2, rank=1, local_replicas=3, tasks=("chief:0", "worker:0"))
-    assert (place.replicas, place.first_replica, place.is_chief) == (6, 3, False)
-    assert (place.task(1), Placement(2).task(1)) == ("worker:0", "worker:1")
+    placement = Placement(workers=2, rank=1, local_replicas=3, tasks=("chief:0", "worker:0"))
+    assert (placement.replicas, placement.first_replica, placement.is_chief) == (6, 3, False)
+    assert (placement.task(1), Placement(2).task(1)) == ("worker:0", "worker:1")
 
 
 def ragged():
@@ -81,7 +82,7 @@ def rows_of(batches):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_tuple_of_one_part_stays_one(replicas):
+def test_tuple_with_one_component_keeps_its_type(replicas):
     """Keras takes the parts of `(x, y)` as inputs and targets, and those of `((a, b),)` as x."""
     data = tf.data.Dataset.from_tensor_slices(((np.arange(ROWS), np.ones(ROWS)),)).batch(BATCH)
     for batch in fed(data, Placement(workers=1, local_replicas=replicas)):
@@ -96,7 +97,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_named_tuple_stays_one(replicas):
+def test_named_tuple_keeps_its_type(replicas):
     """tf.data does not unpack it into arguments as it does a tuple."""
     data = tf.data.Dataset.from_tensor_slices(Pair(np.arange(ROWS), np.ones(ROWS))).batch(BATCH)
     for batch in fed(data, Placement(workers=1, local_replicas=replicas)):
@@ -107,7 +108,7 @@ def test_a_named_tuple_stays_one(replicas):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_row_reaches_one_worker(kind, workers):
     data = dataset(*ELEMENTS[kind](), batch=BATCH)
-    by_worker = [fed(data, place) for place in places(workers)]
+    by_worker = [fed(data, placement) for placement in placements(workers)]
     in_order = [batch.data for step in zip(*by_worker, strict=True) for batch in step]
     for received, expected in zip(rows_of(in_order), rows_of(data), strict=True):
         np.testing.assert_array_equal(received, expected)
@@ -119,7 +120,7 @@ def test_every_row_reaches_one_worker(kind, workers):
 
 
 def test_a_worker_without_rows_gets_an_empty_batch_of_the_same_shape():
-    batches = [fed(dataset(np.ones((1, 5))), place)[0] for place in places(3)]
+    batches = [fed(dataset(np.ones((1, 5))), placement)[0] for placement in placements(3)]
     assert [b.data.shape for b in batches] == [(1, 5), (0, 5), (0, 5)]
 
 
@@ -144,10 +145,10 @@ def test_components_that_are_absent_stay_absent():
     data = dataset(np.arange(ROWS), batch=BATCH).map(
         lambda x: (x, x, tf.experimental.Optional.empty(None))
     )
-    for place in (*places(1), *places(2)):
-        shapes, batches = fed_to_keras(data, place)
+    for placement in (*placements(1), *placements(2)):
+        shapes, batches = fed_to_keras(data, placement)
         assert shapes[2] is None
-        assert replica_rows(batches[0], 0, place, HOST)[2] is None
+        assert replica_rows(batches[0], 0, placement, HOST)[2] is None
     x, weight = batch_of((np.arange(4), None), Placement(2, 1)).data
     assert weight is None
     assert x.numpy().tolist() == [2, 3]
@@ -157,20 +158,22 @@ def test_components_that_are_absent_stay_absent():
 def test_local_replicas_share_their_workers_rows(kind):
     data = dataset(*ELEMENTS[kind](), batch=BATCH)
     parts = []
-    for steps in zip(*(fed(data, place) for place in places(2, local_replicas=2)), strict=True):
-        for place, batch in zip(places(2, local_replicas=2), steps, strict=True):
-            parts += [replica_rows(batch, local, place, HOST) for local in range(2)]
+    for steps in zip(
+        *(fed(data, placement) for placement in placements(2, local_replicas=2)), strict=True
+    ):
+        for placement, batch in zip(placements(2, local_replicas=2), steps, strict=True):
+            parts += [replica_rows(batch, local, placement, HOST) for local in range(2)]
     for received, expected in zip(rows_of(parts), rows_of(data), strict=True):
         np.testing.assert_array_equal(received, expected)
 
 
 def test_loops_outside_of_keras_get_the_same_rows():
     data = dataset(np.arange(ROWS), batch=BATCH)
-    for place in places(2, local_replicas=2):
-        slices = [x.numpy().tolist() for x in replica_slices(data, place)]
+    for placement in placements(2, local_replicas=2):
+        slices = [x.numpy().tolist() for x in replica_slices(data, placement)]
         from_feed = [
-            replica_rows(b, local, place, HOST).numpy().tolist()
-            for b in fed(data, place)
+            replica_rows(b, local, placement, HOST).numpy().tolist()
+            for b in fed(data, placement)
             for local in range(2)
         ]
         assert slices == from_feed

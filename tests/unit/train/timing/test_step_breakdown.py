@@ -104,7 +104,7 @@ def trained(
 
 
 def whole(windows, steps):
-    """Check what holds for all windows and return them."""
+    """Check the invariants of all windows and return them."""
     assert sum(window.steps for window in windows) == steps
     for window in windows:
         assert set(window.parts) == set(PARTS)
@@ -291,19 +291,19 @@ def test_a_resumed_fit_goes_on_counting(one_device, tmp_path):
 
 
 # --- Files, and where there is nothing to measure -------------------------------------------------
-def test_curves_lie_beside_the_records(one_device, tmp_path):
+def test_curves_are_written_beside_the_records(one_device, tmp_path):
     _, _, windows = trained(one_device, tmp_path)
     (file,) = (tmp_path / "worker-0").glob("events.*")
-    found = {
+    last_steps = {
         value.tag: event.step
         for event in tf.compat.v1.train.summary_iterator(str(file))
         for value in event.summary.value
     }
-    assert set(found) == {
+    assert set(last_steps) == {
         *(f"step_breakdown/{part}_milliseconds" for part in PARTS),
         "step_breakdown/examples_per_second",
     }
-    assert set(found.values()) == {windows[-1].step} == {24}
+    assert set(last_steps.values()) == {windows[-1].step} == {24}
 
 
 def test_the_first_call_counts_as_compiling(one_device, tmp_path):
@@ -312,7 +312,7 @@ def test_the_first_call_counts_as_compiling(one_device, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["full disk", "a file in the way"])
-def test_where_nothing_can_be_written_training_goes_on(one_device, tmp_path, caplog, fault):
+def test_training_continues_if_records_cannot_be_written(one_device, tmp_path, caplog, fault):
     other = tmp_path / "other"
     if fault == "full disk":
         (tmp_path / "worker-0").mkdir()
@@ -339,14 +339,14 @@ def test_strategy_without_an_engine_gives_a_warning(tmp_path, caplog):
 # --- Numbers --------------------------------------------------------------------------------------
 def test_readings_of_two_replicas():
     """Batch at 10; gradients at 11 and 13, sums at 14, done at 15 and 16; the next batch at 17."""
-    found = compute_times(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
-    assert found[:4] == (1.0, 2.0, 2.0, 2.0)
-    assert found.shortest.tolist() == [1.0]
+    times = compute_times(10.0, np.array([[17.0, 11, 14, 15, 13, 14, 16]]))
+    assert times[:4] == (1.0, 2.0, 2.0, 2.0)
+    assert times.shortest.tolist() == [1.0]
 
 
 def test_a_clock_that_was_set_makes_no_part_negative():
-    found = compute_times(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
-    assert min(found[:4]) == 0
+    times = compute_times(10.0, np.array([[7.0, 5.0, 6.0, 7.0]]))
+    assert min(times[:4]) == 0
     assert add_host_time({"input": 6.0, "update": 2.0}, 4.0) == {
         "input": 3.0,
         "update": 1.0,

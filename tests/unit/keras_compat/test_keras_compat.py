@@ -20,7 +20,7 @@ from tfdist.keras_compat import parallel
 
 
 class Recorder:
-    """Note what an engine is asked for, and leave the work to Keras."""
+    """Record the calls of an engine, and leave the work to Keras."""
 
     def __init__(self):
         self.asked = []
@@ -157,7 +157,7 @@ def test_fit_takes_the_validation_of_an_epoch_through_evaluate_with_its_callback
     assert [isinstance(c, keras.callbacks.CallbackList) for c in given] == [True]
 
 
-def test_fit_calls_the_train_function_with_the_iterator_of_what_the_strategy_distributes(recorded):
+def test_fit_calls_the_train_function_with_the_iterator_of_the_distributed_data(recorded):
     """It does so once a step until the end; Keras learns shapes from the first element."""
     drawn = []
 
@@ -311,7 +311,7 @@ def test_variables_with_copies_convert_to_numbers_and_arrays(two, inside):
         assert float(kernel[1, 0]) == 3.0
 
 
-def test_central_storage_keeps_what_replicas_change_by_themselves_apart():
+def test_central_storage_keeps_a_copy_of_local_state_on_each_replica():
     strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
     keras_compat.keep_state_per_replica(strategy)
     with strategy.scope():
@@ -364,7 +364,7 @@ def test_profiling_is_detected(tmp_path):
     assert not keras_compat.profiles(keras.callbacks.TensorBoard(str(tmp_path)))
 
 
-def test_state_of_layers_is_told_from_frozen_weights():
+def test_state_of_layers_is_distinguished_from_frozen_weights():
     frozen = keras.layers.Dense(2, trainable=False)
     model = keras.Sequential([keras.Input((3,)), frozen, keras.layers.BatchNormalization()])
     state = keras_compat.layer_state(model)
@@ -372,7 +372,7 @@ def test_state_of_layers_is_told_from_frozen_weights():
     assert {id(v) for v in frozen.weights} <= {id(v) for v in model.non_trainable_weights}
 
 
-def test_an_optimizer_knows_the_strategy_of_its_scope():
+def test_strategy_of_an_optimizers_scope_is_returned():
     strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
     with strategy.scope():
         inside = keras.optimizers.SGD()
@@ -392,7 +392,7 @@ def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
 
 
 # --- Callbacks ------------------------------------------------------------------------------------
-def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
+def test_step_counters_of_keras_callbacks_have_the_listed_names(two, tmp_path):
     saves = keras.callbacks.ModelCheckpoint(
         tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5
     )
@@ -408,11 +408,11 @@ def test_callbacks_count_steps_where_it_is_said(two, tmp_path):
         verbose=0,
         callbacks=[saves, board],
     )
-    found = [
+    counters = [
         [getattr(callback, name) for name in names]
         for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)
     ]
-    assert found == [[1, 2], [6, 4]]
+    assert counters == [[1, 2], [6, 4]]
 
 
 def test_the_writers_of_logs_are_found_and_made_again(tmp_path):
@@ -489,7 +489,7 @@ def test_a_process_trains_with_one_mirrored_strategy_after_the_other():
 
 
 # --- Sharded optimizers ---------------------------------------------------------------------------
-def test_an_optimizer_clips_by_another_function_while_it_is_told_to():
+def test_clipping_replaces_an_optimizers_clip_function_inside_the_context():
     variable = keras.Variable([1.0, 1.0])
     optimizer = keras.optimizers.SGD(1.0, clipvalue=0.5)
     optimizer.build([variable])
@@ -625,7 +625,7 @@ def test_counters_of_passes_are_found_through_other_data_sets():
     numbers = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
     other = tfdist.data.pipeline((np.arange(8.0), np.arange(8.0)), 2)
     made = tf.data.Dataset.zip(numbers.map(lambda x, y: x).prefetch(1), other.repeat(2))
-    found = keras_compat.pass_counters(made)
-    assert {id(counter) for counter in found} == {id(numbers.epochs), id(other.epochs)}
+    counters = keras_compat.pass_counters(made)
+    assert {id(counter) for counter in counters} == {id(numbers.epochs), id(other.epochs)}
     assert keras_compat.pass_counters(numbers.cache().prefetch(1)) == []
     assert keras_compat.pass_counters(tf.data.Dataset.range(3)) == []

@@ -1,11 +1,11 @@
-"""Tables and sentences that report the results of an audit."""
+"""Text rendering of the results of an audit: tables and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tfdist.runtime.formatting import aligned, counted
+from tfdist.runtime.formatting import aligned, counted, format_bytes
 from tfdist.tools.audit.settings import Settings
 
 _SHOWN = 10  # most examples listed as left out
@@ -158,7 +158,7 @@ def proof(
         lines.append(
             f"  ({before} count as their order has them)"
             if ready["order"]
-            else f"  ({before} were not looked at, so neither is what is missing in that epoch)"
+            else f"  ({before} were not checked, nor was the completeness of that epoch)"
         )
     lines += [
         "  no example on two workers" if settings.workers > 1 else "  no example twice",
@@ -170,8 +170,8 @@ def proof(
         )
     else:
         lines.append(
-            "  the source is read from beginning to end, alike by all workers; no rule "
-            "says which order is right"
+            "  the source is read from beginning to end, in the same order by all workers; "
+            "there is no expected order to compare it with"
         )
     reasons = {int(number): reason for each in read for number, reason in each["left_out"].items()}
     lines += [
@@ -229,7 +229,7 @@ def stages(
     ]
     if stored is not None:
         lines.append(
-            f"stored: {stored:,.0f} bytes an example, {stored * parts[-1].rate / 1e6:,.1f} MB/s"
+            f"stored: {stored:,.0f} bytes an example, {format_bytes(stored * parts[-1].rate)}/s"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""Measure a pipeline once, in a process of its own.
+"""Measure a pipeline-parallel model once, in a process of its own.
 
-`pipeline_worker.py '{"kind": ...}'` prints its figures as JSON.
+`pipeline_parallel_worker.py '{"kind": ...}'` prints its figures as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import tensorflow as tf
 
 from tfdist.parallel import pipeline
 
-LAYERS, WIDTH, ROWS = 16, 256, 256  # of the memory's model; rows of a micro-batch
+# Of the model whose memory is measured.
+LAYERS = 16
+WIDTH = 256
+ROWS = 256  # of a micro-batch
 
 
 @keras.saving.register_keras_serializable("tfdist_benchmarks")
@@ -47,7 +50,8 @@ def _after(x: tf.Tensor, seconds: float) -> tf.Tensor:
 
 def sleeping(stages: int, seconds: float) -> tuple[keras.Model, list[str]]:
     """Return a model of equal stages, each of which sleeps, and where they end."""
-    inputs = x = keras.Input((4,))
+    inputs = keras.Input((4,))
+    x = inputs
     ends = []
     for i in range(stages):
         x = Sleeping(seconds, name=f"sleep_{i}")(keras.layers.Dense(4, name=f"dense_{i}")(x))
@@ -66,12 +70,12 @@ def step_seconds(
     staged.compile("sgd", "mse")
     x = np.zeros((2 * microbatches, 4), "float32")
     staged.train_on_batch(x, x)  # traces
-    found = []
+    times = []
     for _ in range(steps):
         begin = time.perf_counter()
         staged.train_on_batch(x, x)
-        found.append(time.perf_counter() - begin)
-    return found
+        times.append(time.perf_counter() - begin)
+    return times
 
 
 def peak_bytes(
@@ -87,7 +91,8 @@ def peak_bytes(
 
     Weights and batch are included; with `beyond`, what was there before the step is not.
     """
-    inputs = x = keras.Input((WIDTH,))
+    inputs = keras.Input((WIDTH,))
+    x = inputs
     for _ in range(layers):
         x = keras.layers.Dense(WIDTH, activation="relu")(x)
     staged = pipeline(
@@ -101,13 +106,13 @@ def peak_bytes(
     staged.compile("sgd", "mse")
     rows = tf.zeros((ROWS * microbatches, WIDTH))
     staged.train_on_batch(rows, rows)
-    found = []
+    peaks = []
     for _ in range(steps):
         before = tf.config.experimental.get_memory_info("CPU:0")["current"] if beyond else 0
         tf.config.experimental.reset_memory_stats("CPU:0")
         staged.train_on_batch(rows, rows)
-        found.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
-    return found
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    return peaks
 
 
 if __name__ == "__main__":

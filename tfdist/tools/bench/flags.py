@@ -1,4 +1,4 @@
-"""Command line of `tfdist bench`, and the jobs that it asks for."""
+"""Command-line flags of `tfdist bench`: definition, validation, and the jobs they ask for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
 
     Args:
         flags: Flags of the command. `kind` becomes one of `results.KINDS`.
-        words: Words about the config.
+        words: Config arguments.
 
     Raises:
         ValueError: If flags contradict each other. The message names the flag, the expected and the
@@ -84,19 +84,21 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     )
 
 
-def jobs(flags: argparse.Namespace, words: Sequence[str], settings: config.Run | None) -> list[Job]:
+def make_jobs(
+    flags: argparse.Namespace, words: Sequence[str], settings: config.Run | None
+) -> list[Job]:
     """Return the jobs of a benchmark, the baseline first.
 
     Args:
         flags: Flags that `check` completed.
-        words: Words about the config.
+        words: Config arguments.
         settings: Parsed config; None in an all-reduce.
 
     Returns:
         A job for each strategy and number of replicas. The caller sets their directories.
 
     Raises:
-        ValueError: The numbers of replicas, batches and workers do not fit together.
+        ValueError: If the numbers of replicas, batches and workers do not fit together.
     """
     if settings and settings.data.service:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Test that models with steps, losses and metrics of their own train to one replica's numbers.
+"""Test that custom steps, losses and metrics of models train to one replica's numbers.
 
 Two replicas train on batches that do not divide, and on one that leaves a replica without rows.
 """
@@ -111,7 +111,8 @@ class Endpoint(keras.layers.Layer):
 
 def endpoint():
     keras.utils.set_random_seed(1)
-    inputs, targets = keras.Input([4]), keras.Input([1])
+    inputs = keras.Input([4])
+    targets = keras.Input([1])
     hidden = keras.layers.Dense(5, kernel_regularizer="l2", activity_regularizer="l1")(inputs)
     outputs = Endpoint()(targets, keras.layers.Dense(1)(hidden))
     return keras.Model([inputs, targets], outputs)
@@ -299,7 +300,8 @@ def test_results_that_are_no_scalars(metric, eager, one_device, mirrored, tmp_pa
         lines = (directory / "log.csv").read_text().splitlines()
         return {**history, "test": np.hstack([np.ravel(v) for v in values])}, lines
 
-    ones, twos = trained(one_device), trained(mirrored)
+    ones = trained(one_device)
+    twos = trained(mirrored)
     check_equal((ones[0], []), (twos[0], []))
     assert ones[1][0] == twos[1][0]
     assert len(twos[1]) == 2
@@ -421,9 +423,9 @@ def test_rows_of_all_types_are_gathered(dtype, mirrored):
         return tfdist.all_gather_rows(tf.cast(tf.reshape(replica, [1]), dtype))
 
     rows = tf.function(lambda: mirrored.run(replica))()
-    for found in mirrored.experimental_local_results(rows):
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(tf.cast(found, tf.int32), [0, 1])
+    for gathered in mirrored.experimental_local_results(rows):
+        assert gathered.dtype == dtype
+        np.testing.assert_array_equal(tf.cast(gathered, tf.int32), [0, 1])
 
 
 def test_a_metric_that_refuses_the_trial_is_warned_of(mirrored, caplog):
@@ -478,7 +480,8 @@ def test_rows_that_depend_on_each_other_are_gathered(one_device, mirrored):
         return tf.reduce_mean(tf.square(y - prediction + 0.1 * tf.reduce_sum(every)))
 
     def quotient(y, prediction):
-        y, prediction = tfdist.all_gather_rows(y), tfdist.all_gather_rows(prediction)
+        y = tfdist.all_gather_rows(y)
+        prediction = tfdist.all_gather_rows(prediction)
         return tf.reduce_sum(tf.square(y - prediction)) / tf.reduce_sum(1.0 + tf.square(prediction))
 
     for loss in (quotient, compared):

@@ -1,4 +1,4 @@
-"""Table of checks for a terminal."""
+"""Text rendering of checks, as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.tools.doctor.check_results import FAIL, PASS, WARN, Check, count
 
 _COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _END = "\x1b[0m"
-_NAME = 15  # columns of a name; a longer name moves the finding to the right
+_NAME = 16  # columns of a name; a longer name moves the finding to the right
 _WORDS = {PASS: ("passed", "passed"), WARN: ("warning", "warnings"), FAIL: ("failure", "failures")}
 
 
@@ -34,8 +34,8 @@ def lines(
         ...     [Check("host", "cores", "warn", "1 of 8", "take more")], {"host": "this host"}, 60
         ... )))
         this host
-          warn  cores           1 of 8
-                                remedy: take more
+          warn  cores            1 of 8
+                                 remedy: take more
     """
     rows = []
     for part, group in itertools.groupby(checks, key=lambda check: check.part):

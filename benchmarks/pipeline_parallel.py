@@ -1,7 +1,9 @@
-"""Measure the bubble of pipeline schedules, beside theory's, and their peak memory.
+"""Measure the bubble of pipeline-parallel schedules, beside theory's, and their peak memory.
 
-    python benchmarks/pipeline.py            # writes benchmarks/reports/pipeline.{md,json}
-    python benchmarks/pipeline.py --quick    # a few steps of each, writes nothing
+    # Writes benchmarks/reports/pipeline_parallel.{md,json}.
+    python benchmarks/pipeline_parallel.py
+    # A few steps of each, writes nothing.
+    python benchmarks/pipeline_parallel.py --quick
 
 The bubble needs as many devices as stages, all equally fast. Where there are fewer cores than
 stages, stages that compute would show the machine's cores instead of the schedule: so each stage
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 
+from common.processes import ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
@@ -33,7 +36,7 @@ from common.report import (
 
 from tfdist.parallel.pipeline_parallel.schedule import bubble, duration, tasks
 
-WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_worker.py"
+WORKER = pathlib.Path(__file__).parent / "common" / "pipeline_parallel_worker.py"
 STAGES = 4
 MICROBATCHES = (8, 16)
 FORWARD_S = 0.02  # seconds of sleep; backward is twice that
@@ -49,10 +52,6 @@ MEMORY = {
 }
 
 
-class Failed(Exception):
-    """Raised when a measuring process fails, with the end of its output."""
-
-
 def measure(timeout: float, **order: object) -> list[float]:
     """Return the figures that a process of its own measures."""
     words = ", ".join(map(str, order.values()))
@@ -64,9 +63,11 @@ def measure(timeout: float, **order: object) -> list[float]:
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"{words} took more than {timeout:g} s; --timeout allows more") from None
+        raise ProcessFailed(
+            f"{words} took more than {timeout:g} s; --timeout allows more"
+        ) from None
     if done.returncode:
-        raise Failed(f"{words} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise ProcessFailed(f"{words} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -129,11 +130,11 @@ def run(args: argparse.Namespace) -> dict[str, dict]:
 
 def judge(results: dict[str, dict]) -> list[dict]:
     """Compare the medians of the rounds with the bars."""
-    found = []
+    bubbles = []
     for key, values in results["seconds"].items():
         m = int(key.split()[1])
         part = waiting(m, statistics.median(values))
-        found.append(
+        bubbles.append(
             {
                 "name": f"bubble {key}",
                 "theory": bubble(STAGES, m),
@@ -146,7 +147,7 @@ def judge(results: dict[str, dict]) -> list[dict]:
         results["peaks"]["GPipe"]
     )
     return [
-        *found,
+        *bubbles,
         {"name": "memory", "bar": OF_GPIPE, "found": ratio, "passed": ratio <= OF_GPIPE},
     ]
 
@@ -225,26 +226,18 @@ def main(argv: list[str]) -> int:
     fill_options(args, ROUNDS, quick_steps=2)
     args.steps = args.steps or STEPS
     facts = begin(
-        "pipeline.py",
+        "pipeline_parallel.py",
         argv,
         args.rounds,
         TF_NUM_INTEROP_THREADS="16",
         TF_NUM_INTRAOP_THREADS="1",
         TF_ENABLE_ONEDNN_OPTS="1",
     )
-    try:
-        results = run(args)
-    except Failed as failure:
-        print(f"pipeline: {failure}", file=sys.stderr)
-        return 2
+    results = run(args)
     verdicts = judge(results)
-    return conclude(
-        args,
-        "pipeline",
-        report(results, verdicts, facts),
-        {"about": facts, "bars": verdicts, **results},
-    )
+    text = report(results, verdicts, facts)
+    return conclude(args, "pipeline_parallel", facts, verdicts, text, **results)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_main(main)
