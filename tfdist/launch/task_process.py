@@ -22,7 +22,7 @@ LOG_TAIL_BYTES = 1 << 16
 
 
 class Handle(Protocol):
-    """What starts and ends with a task: a process group here, or one that an agent runs elsewhere.
+    """A started task: a process group on this machine, or one that an agent runs elsewhere.
 
     Attributes:
         stdout: Read end of the pipe for the task's standard output and error.

@@ -218,6 +218,10 @@ class AgentConnection:
                     self._task.receive({"type": "exit", "code": 127})
             elif message["type"] == "journal":
                 self._copy_journal(message["text"])
+            elif message["type"] == "result":
+                if self._log_dir is not None:
+                    path = os.path.join(self._log_dir, launch_protocol.RESULT)
+                    _replace(path, message["text"])
             elif self._task is not None:
                 self._task.receive(message)
         self._lose()
