@@ -105,8 +105,9 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
 def job_of(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the name of the scheduler's job and the number of its start, from 0.
 
-    The name is equal in all starts of a job, and "" if no scheduler is known. Kubernetes does not number the starts of a Job; a
-    JobSet does, and its manifest must pass the number on as JOBSET_RESTART_ATTEMPT.
+    The name is equal in all starts of a job, and "" if no scheduler is known. Kubernetes does not
+    number the starts of a Job; a JobSet does, and its manifest must pass the number on as
+    JOBSET_RESTART_ATTEMPT.
 
     Args:
         environ: Environment variables of one task.

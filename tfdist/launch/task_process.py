@@ -27,7 +27,7 @@ class Handle(Protocol):
     Attributes:
         stdout: Read end of the pipe for the task's standard output and error.
         pid: Process id on this machine; 0 if the task runs on another one.
-        lost: How the task was lost with its agent; None for a task that is not.
+        lost: Description of how the task was lost with its agent, or None.
     """
 
     stdout: IO[bytes]

@@ -54,7 +54,7 @@ class ProcessTransport:
         argv: Command of the program.
         guardian: Guardian that kills the program if this process dies.
         environ: Environment of the program; None for that of this process.
-        remedies: What to do after an exit code of the program.
+        remedies: Remedy by exit code of the program, default none.
     """
 
     def __init__(
