@@ -123,8 +123,10 @@ def job_of(environ: Mapping[str, str]) -> tuple[str, int]:
         return job, _integer(environ, "SLURM_RESTART_COUNT", 0)
     if "JOB_COMPLETION_INDEX" in environ:
         pod = environ.get("HOSTNAME", "").partition(".")[0]
-        job = pod.removesuffix(f"-{environ['JOB_COMPLETION_INDEX']}")
-        return f"kubernetes-{job}", _integer(environ, "JOBSET_RESTART_ATTEMPT", 0)
+        name = pod.removesuffix(f"-{environ['JOB_COMPLETION_INDEX']}")
+        # Another job may have the same name later, and begins with start 0.
+        job = f"kubernetes-{environ.get('TFDIST_K8S_JOB_UID') or name}"
+        return job, _integer(environ, "JOBSET_RESTART_ATTEMPT", 0)
     if "PMIX_NAMESPACE" in environ:
         return f"mpi-{environ['PMIX_NAMESPACE'].replace('/', '-')}", 0
     return "", 0
