@@ -12,7 +12,7 @@ PYTEST = -m pytest -q
 TWO = -n 2 --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat chaos lint bench notebooks docs clean
+.PHONY: help train test test-quick test-compat test-engines chaos lint bench notebooks docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-quick   lint, types, doctests and unit tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
+	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
@@ -42,7 +43,11 @@ test-quick: .venv/installed-test lint
 
 test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu
+	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu tests/engines
+
+# apt-get install slurm-wlm munge openssh-server openmpi-bin for all of them; what is missing is skipped.
+test-engines: .venv/installed-test
+	$(BIN)/python $(PYTEST) tests/engines
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py

@@ -36,7 +36,7 @@ class Launch:
     def __init__(self, directory, bound=TIMEOUT_S):
         self.directory = directory
         self.bound = bound
-        self._mark = f"LAUNCH_TEST_MARK={uuid.uuid4()}"
+        self.mark = f"LAUNCH_TEST_MARK={uuid.uuid4()}"
         self._process = None
 
     def start(self, *flags, script=None, command=("task.py",), environ=None, prefix=()):
@@ -47,7 +47,7 @@ class Launch:
                 USES_TENSORFLOW, script
             ):  # then a process starts more quickly than a large one forks
                 fresh = {OFF: "1"}
-        name, _, value = self._mark.partition("=")
+        name, _, value = self.mark.partition("=")
         self._process = Popen(
             [*prefix, sys.executable, "-m", "tfdist", "launch", *flags, "--", *command],
             cwd=self.directory,
@@ -81,7 +81,7 @@ class Launch:
 
     def living(self, tasks=False):
         """Return process ids of launcher, guardian, tasks and children; or of tasks only."""
-        name, _, value = self._mark.partition("=")
+        name, _, value = self.mark.partition("=")
         pids = []
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
             environ = environ_of(entry.name)

@@ -13,6 +13,10 @@ COMMANDS = {
         "tfdist.launch.main:main",
         "run a script as a group of processes: workers, chief, evaluator, parameter servers",
     ),
+    "agent": Subcommand(
+        "tfdist.launch.engines.agent_command:main",
+        "supervise one task that srun, mpirun or Kubernetes has started",
+    ),
     "train": Subcommand(
         "tfdist.run.train_command:main",
         "train what a config file describes: tfdist train --config=FILE.py",

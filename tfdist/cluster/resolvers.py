@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster.spec import ClusterSpec, parse_task
-from tfdist.runtime.launch_protocol import ATTEMPT
+from tfdist.runtime.launch_protocol import ATTEMPT, LAUNCH
 
 logger = logging.getLogger("tfdist")
 
@@ -100,6 +100,36 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
         '2'
     """
     return environ.get(ATTEMPT, "0")
+
+
+def job_of(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the name of the scheduler's job and the number of its start, from 0.
+
+    The name is equal in all starts of a job, and "" if no scheduler is known. Kubernetes does not
+    number the starts of a Job; a JobSet does, and its manifest must pass the number on as
+    JOBSET_RESTART_ATTEMPT.
+
+    Args:
+        environ: Environment variables of one task.
+
+    Example:
+        >>> job_of({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"})
+        ('slurm-7.0', 2)
+    """
+    if environ.get(ATTEMPT):
+        return environ.get(LAUNCH, ""), _integer(environ, ATTEMPT)
+    if "SLURM_JOB_ID" in environ:
+        job = f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
+        return job, _integer(environ, "SLURM_RESTART_COUNT", 0)
+    if "JOB_COMPLETION_INDEX" in environ:
+        pod = environ.get("HOSTNAME", "").partition(".")[0]
+        name = pod.removesuffix(f"-{environ['JOB_COMPLETION_INDEX']}")
+        # Another job may have the same name later, and begins with start 0.
+        job = f"kubernetes-{environ.get('TFDIST_K8S_JOB_UID') or name}"
+        return job, _integer(environ, "JOBSET_RESTART_ATTEMPT", 0)
+    if "PMIX_NAMESPACE" in environ:
+        return f"mpi-{environ['PMIX_NAMESPACE'].replace('/', '-')}", 0
+    return "", 0
 
 
 def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:

@@ -56,7 +56,7 @@ class Chaos:
                 self._stopped[line["number"]] = line["pid"], now + line["seconds"]
         for pid, until in self._stopped.values():
             if pid in living and now >= until and living[pid].state == "T":
-                kill_group(pid, signal.SIGCONT)
+                living[pid].inject(signal.SIGCONT)
         reached = max(
             (heartbeat.total for process in group if (heartbeat := process.heartbeat)), default=0
         )
@@ -75,7 +75,7 @@ class Chaos:
                 self._note(
                     fault, task=fault.task, pid=process.pid, total=reached, seconds=fault.seconds
                 )
-                kill_group(process.pid, fault_plan.SIGNALS[fault.verb])
+                process.inject(fault_plan.SIGNALS[fault.verb])
 
     def hand_over(self, pid: int) -> None:
         """Kill a standby process that is about to receive a task, if such a fault is due.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tfdist.cluster.addresses import address_problem
 from tfdist.cluster.spec import DATA_WORKERS
 from tfdist.runtime.cli_arguments import flag_of, real, whole
+from tfdist.runtime.launch_protocol import Phase
 
 USAGE = "tfdist launch [FLAGS] -- COMMAND ..."
 DESCRIPTION = """\
@@ -23,8 +24,11 @@ Runs COMMAND once for each task of a cluster. Each task gets its own TF_CONFIG.
   on each host of a cluster that may grow and shrink:
   tfdist launch --rendezvous a:2222 --max-workers 4 --min-workers 2 --restarts 9 -- train.py
 
-COMMAND is a Python file, -m MODULE, `tfdist train`, or any program. Without --cluster and
---rendezvous, all tasks run on this host, on free ports and without access to the network.
+  on hosts that you reach by ssh, from one terminal:
+  tfdist launch --on ssh --hosts a:2,b:2 --restarts 9 -- train.py
+
+COMMAND is a Python file, -m MODULE, `tfdist train`, or any program. Without --cluster,
+--rendezvous and --on, all tasks run on this host, on free ports and without access to the network.
 Press Ctrl-C to end all tasks, and press it again to kill them at once.
 """
 
@@ -75,6 +79,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
             f"{set_flags[0]}: expected without --cluster, received both; the file {flags.cluster} "
             "lists the tasks"
         )
+    _check_engine(flags)
     if flags.standby and not flags.restarts and flags.rendezvous is None:
         raise ValueError(
             f"--standby: expected together with --restarts K, received --standby {flags.standby} "
@@ -93,6 +98,44 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
         )
 
 
+OF_ENGINES = {  # flags of --on, and the engines that take each
+    "hosts": ("ssh",),
+    "hosts_file": ("ssh",),
+    "ssh_command": ("ssh",),
+    "remote_python": ("ssh",),
+    "gpus_per_task": ("ssh",),
+    "directory": ("ssh",),
+    "env": ("ssh",),
+}
+ENGINES = ("ssh",)
+JOIN_TIMEOUT_S = 300.0
+
+
+def _check_engine(flags: argparse.Namespace) -> None:
+    """Check the combination of --on with other flags."""
+    for name, engines in OF_ENGINES.items():
+        if getattr(flags, name) is not None and flags.on not in engines:
+            raise ValueError(
+                f"{flag_of(name)}: expected together with --on {' or '.join(engines)}, received "
+                f"{'--on ' + flags.on if flags.on else 'alone'}"
+            )
+    if flags.on is None:
+        return
+    for name in ("cluster", "rendezvous", "data_workers", "standby", "check", "allow_remote"):
+        if getattr(flags, name) not in (None, False):
+            raise ValueError(
+                f"{flag_of(name)}: expected without --on, received both; --on {flags.on} starts "
+                "the tasks on other machines by itself"
+            )
+    if flags.on == "ssh" and (flags.hosts is None) == (flags.hosts_file is None):
+        raise ValueError(
+            "--on ssh: expected either --hosts HOST:SLOTS,... or --hosts-file FILE, received "
+            f"{'none' if flags.hosts is None else 'both'}"
+        )
+    if flags.join_timeout is None:
+        flags.join_timeout = JOIN_TIMEOUT_S
+
+
 def _check_hosts(flags: argparse.Namespace) -> None:
     """Check the combination of the multi-host flags and set their defaults."""
     of_rendezvous = (
@@ -102,7 +145,7 @@ def _check_hosts(flags: argparse.Namespace) -> None:
         "min_workers",
         "restart_window",
         "host_timeout",
-        "join_timeout",
+        *(() if flags.on else ("join_timeout",)),
     )
     if flags.rendezvous is None:
         for name in of_rendezvous:
@@ -133,7 +176,11 @@ def _check_hosts(flags: argparse.Namespace) -> None:
             f"--min-workers: expected at most --max-workers {flags.max_workers}, received "
             f"{flags.min_workers}"
         )
-    for name, default in (("restart_window", 30.0), ("host_timeout", 5.0), ("join_timeout", 300.0)):
+    for name, default in (
+        ("restart_window", 30.0),
+        ("host_timeout", 5.0),
+        ("join_timeout", JOIN_TIMEOUT_S),
+    ):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     for name in ("host_timeout", "join_timeout"):
@@ -151,9 +198,68 @@ def _threads(text: str) -> int | None:
     return int(text)
 
 
+seconds = real("seconds, 0 or more", lambda value: 0 <= value < float("inf"))
+
+
+def add_task_flags(tasks) -> None:
+    """Add the flags of a task that the launcher and a scheduler's agent share to a group."""
+    tasks.add_argument(
+        "--threads",
+        type=_threads,
+        metavar="N",
+        help="threads per task (auto: the cores of this host / its tasks)",
+    )
+    tasks.add_argument(
+        "--grace",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds that tasks have after SIGTERM or SIGINT, before SIGKILL (10)",
+    )
+
+
+def add_hang_flags(faults) -> None:
+    """Add the watchdog timeouts to a group."""
+    faults.add_argument(
+        "--hang-timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds without a step after which a task counts as hung (300; 0 means never)",
+    )
+    faults.add_argument(
+        "--start-timeout",
+        type=seconds,
+        default=1800.0,
+        metavar="S",
+        help="the same for the first call of a function, which TensorFlow compiles (1800; 0 means "
+        "never)",
+    )
+
+
+def add_color_flag(output) -> None:
+    """Add --color to a group."""
+    output.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether to color the output (auto: on a terminal, unless NO_COLOR is set)",
+    )
+
+
+def hang_timeouts(flags: argparse.Namespace) -> dict[str, float]:
+    """Return the watchdog timeout of each phase in seconds.
+
+    Args:
+        flags: Checked flags of the launcher.
+    """
+    tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
+    bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
+    return {phase: seconds for phase, seconds in bounds.items() if seconds}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the launcher to a parser."""
-    seconds = real("seconds, 0 or more", lambda value: 0 <= value < float("inf"))
     local = parser.add_argument_group("a cluster on this machine")
     local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
     local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")
@@ -232,22 +338,44 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--join-timeout",
         type=seconds,
         metavar="S",
-        help="seconds within which at least A workers must join (300)",
+        help="seconds within which at least A workers must join, and with --on all hosts must "
+        "answer (300)",
+    )
+    engine = parser.add_argument_group("machines of an engine, from one terminal")
+    engine.add_argument(
+        "--on", choices=ENGINES, help="where to start the tasks; the output comes back here"
+    )
+    engine.add_argument(
+        "--hosts", metavar="A:2,B", help="hosts for --on ssh, with the number of tasks of each (1)"
+    )
+    engine.add_argument(
+        "--hosts-file", metavar="FILE", help="file with HOST or HOST:SLOTS on each line"
+    )
+    engine.add_argument(
+        "--ssh-command", metavar="WORDS", help='ssh and its options, such as "ssh -p 2222" (ssh)'
+    )
+    engine.add_argument(
+        "--remote-python",
+        metavar="PATH",
+        help="Python with tfdist on the hosts (the path of the Python that runs this command)",
+    )
+    engine.add_argument(
+        "--directory", metavar="DIR", help="working directory of the tasks (the current one)"
+    )
+    engine.add_argument(
+        "--env",
+        action="append",
+        metavar="NAME=VALUE",
+        help="variable for the tasks; NAME alone passes on the value from here; repeatable",
+    )
+    engine.add_argument(
+        "--gpus-per-task",
+        type=whole(0),
+        metavar="K",
+        help="GPUs of each task, by CUDA_VISIBLE_DEVICES (every task sees all GPUs of its host)",
     )
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument(
-        "--threads",
-        type=_threads,
-        metavar="N",
-        help="threads per task (auto: the cores of this host / its tasks)",
-    )
-    tasks.add_argument(
-        "--grace",
-        type=seconds,
-        default=10.0,
-        metavar="S",
-        help="seconds that tasks have after SIGTERM or SIGINT, before SIGKILL (10)",
-    )
+    add_task_flags(tasks)
     tasks.add_argument(
         "--evaluator-wait",
         type=seconds,
@@ -277,21 +405,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "faster; they take 0.7 GB each (with --restarts: one for each Python task here, if memory "
         "allows; else 0)",
     )
-    faults.add_argument(
-        "--hang-timeout",
-        type=seconds,
-        default=300.0,
-        metavar="S",
-        help="seconds without a step after which a task counts as hung (300; 0 means never)",
-    )
-    faults.add_argument(
-        "--start-timeout",
-        type=seconds,
-        default=1800.0,
-        metavar="S",
-        help="the same for the first call of a function, which TensorFlow compiles (1800; 0 means "
-        "never)",
-    )
+    add_hang_flags(faults)
     faults.add_argument(
         "--chaos",
         metavar="PLAN",
@@ -310,12 +424,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="tasks whose output to show (all)",
     )
-    output.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="whether to color the output (auto: on a terminal, unless NO_COLOR is set)",
-    )
+    add_color_flag(output)
     output.add_argument(
         "--no-prefix", action="store_true", help="do not begin each line with the name of its task"
     )

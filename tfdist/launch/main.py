@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from tfdist.cluster.addresses import free_ports, is_here, nobody_here
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.launch import agent, doctor_check
+from tfdist.launch.engines import launch_on
+from tfdist.launch.engines.fleet import Interrupted
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
-from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, split
+from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, hang_timeouts, split
 from tfdist.launch.isolation import isolate, warning
 from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
@@ -31,7 +33,13 @@ from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.fault_plan import Fault
 from tfdist.runtime.fault_plan import parse as parse_faults
 from tfdist.runtime.guardian import Guardian
-from tfdist.runtime.launch_protocol import JOURNAL, PREEMPTED_CODE, RESULT, Phase, note
+from tfdist.runtime.launch_protocol import (
+    JOURNAL,
+    PREEMPTED_CODE,
+    RESULT,
+    THREAD_VARIABLES,
+    note,
+)
 from tfdist.runtime.resource_limits import cores
 
 
@@ -41,6 +49,8 @@ def _run(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def _launch(flags: argparse.Namespace, words: list[str]) -> int:
+    if flags.on:
+        launch_on.fill_in(flags)
     if flags.rendezvous:
         names = [f"worker:{index}" for index in range(flags.max_workers)]
         spec: ClusterSpec | None = None
@@ -54,7 +64,9 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         drawer = next((str(task) for task in members if _is_chief(spec, task)), names[0])
         known = [*map(str, spec.tasks)]
     faults = find_faults(flags.chaos, known)
-    command = resolve_command(words)
+    # With --on, each host resolves the command.
+    command = tuple(words) if flags.on else resolve_command(words)
+    task_environ = launch_on.task_environ(flags) if flags.on else os.environ
     if flags.check and (
         code := doctor_check.run(flags, doctor_check.doctor_words(flags, spec, words))
     ):
@@ -86,7 +98,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     # Isolate now: before the first child (the guardian), before the first threads (for the task
     # outputs), and before the search for free ports.
     isolated = False
-    if spec is not None and not flags.cluster and not flags.allow_remote:
+    if spec is not None and not flags.cluster and not flags.allow_remote and not flags.on:
         refusal = isolate()
         isolated = refusal is None
         if refusal:
@@ -97,7 +109,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             cluster,
             members,
             command,
-            environ=os.environ,
+            environ=task_environ,
             log_dir=log_dir,
             attempt=attempt,
             launch=launch,
@@ -110,11 +122,19 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             standby=standby,
         )
 
-    standby = flags.restarts > 0 if flags.standby is None else flags.standby > 0
+    standby = not flags.on and (flags.restarts > 0 if flags.standby is None else flags.standby > 0)
     launch = uuid.uuid4().hex
     policy = Policy(flags.restarts)
 
     def plan_here(attempt: int):
+        if fleet is not None:
+            assert spec is not None
+            prepared = fleet.prepare(names)
+            cluster = launch_on.cluster_of(spec, prepared)
+            kept = {*task_environ, *(THREAD_VARIABLES if flags.threads else ())}
+            return launch_on.for_agents(
+                plan(cluster, cluster.tasks, attempt, launch), prepared, kept
+            )
         cluster = spec if spec is not None and flags.cluster else _local(flags)
         return plan(cluster, members if flags.cluster else cluster.tasks, attempt, launch)
 
@@ -123,6 +143,9 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         contextlib.closing(
             Standbys(flags.standby if standby else 0, guardian, log_dir, console.notice)
         ) as standbys,
+        launch_on.open_fleet(
+            flags, words, guardian, log_dir, lambda: supervisor.interrupted
+        ) as fleet,
     ):
         supervisor = Supervisor(
             plan_here,
@@ -137,6 +160,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             colour=colour,
             chaos=None if faults is None else Chaos(faults, log_dir),
             standbys=standbys,
+            start=fleet.start if fleet else None,
         )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # keep a signal ignored under nohup
@@ -145,12 +169,17 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
         else:
             where = (
-                "on this host, cut off from the network (--allow-remote lifts that)"
+                launch_on.describe(flags, members)
+                if flags.on
+                else "on this host, cut off from the network (--allow-remote lifts that)"
                 if isolated
                 else "on this host"
             )
             console.notice(f"tfdist: {_listing(names)} {where}; logs in {short_path(log_dir)}")
-            code = supervisor.run()
+            try:
+                code = supervisor.run()
+            except Interrupted:
+                code = supervisor.farewell(0.0, {})
     note(log_dir, "over", code=code)
     return code
 
@@ -227,17 +256,6 @@ def find_faults(plan: str | None, tasks: Sequence[str]) -> tuple[Fault, ...] | N
                 f"--chaos: expected a task of {', '.join(tasks)}, or chief, received {fault.text!r}"
             )
     return faults
-
-
-def hang_timeouts(flags: argparse.Namespace) -> dict[str, float]:
-    """Return the watchdog timeout of each phase in seconds.
-
-    Args:
-        flags: Checked flags of the launcher.
-    """
-    tracing = max(flags.start_timeout, flags.hang_timeout) if flags.start_timeout else 0.0
-    bounds = {Phase.RUNNING: flags.hang_timeout, Phase.TRACING: tracing}
-    return {phase: seconds for phase, seconds in bounds.items() if seconds}
 
 
 def find_tasks(flags: argparse.Namespace) -> tuple[ClusterSpec, tuple[Task, ...]]:

@@ -21,7 +21,13 @@ from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import Role, TaskPlan
-from tfdist.launch.task_process import Process, position_of, stopped_groups
+from tfdist.launch.task_process import (
+    Handle,
+    Process,
+    position_of,
+    start_local,
+    stopped_among,
+)
 from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import MET, PREEMPTED_CODE, Phase, note, read_journal
 
@@ -56,6 +62,7 @@ class Supervisor:
         chaos: Faults to inject, or None.
         standbys: Standby processes to hand tasks over to; None to start a fresh process for each
             task.
+        start: Function that starts a task elsewhere; None to start all tasks on this machine.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Supervisor:
         colour: bool = False,
         chaos: Chaos | None = None,
         standbys: Standbys | None = None,
+        start: Callable[[TaskPlan], Handle] | None = None,
     ):
         self._plan = plan
         self._guardian = guardian
@@ -86,10 +94,11 @@ class Supervisor:
         self._colour = colour
         self._chaos = chaos
         self._standbys = standbys
+        self._start_task = start or self._start_locally
         self._signals: list[int] = []
         self._last_check = time.monotonic()
         self._started = self._last_check
-        self._errors: dict[int, float] = {}  # process id -> time at which its error was seen
+        self._errors: dict[Process, float] = {}  # time at which the error of each was seen
 
     def interrupt(self, number: int, frame: object = None) -> None:
         """Ask all tasks to end; a second call ends them at once. Usable as a signal handler."""
@@ -212,9 +221,8 @@ class Supervisor:
 
     def _note_stopped(self, group: Sequence[Process]) -> None:
         """Note which processes the kernel has stopped, before they are killed."""
-        groups = stopped_groups()
-        for process in group:
-            process.stopped = not process.ended and process.pid in groups
+        for process in stopped_among(group):
+            process.stopped = True
 
     def _warn_of_tasks_that_never_met(self, group: Sequence[Process]) -> None:
         """Show which tasks of a cluster have ended well, but have never met the others."""
@@ -230,8 +238,7 @@ class Supervisor:
             if process.code == 0
             and process.plan.role is Role.TRAINS
             and process.plan.name not in met
-            and len(ClusterSpec.from_tf_config(process.plan.environ["TF_CONFIG"]).listening_tasks)
-            > 1
+            and _has_peers(process.plan)
         ]
         if unmet:
             self._console.notice(
@@ -243,7 +250,10 @@ class Supervisor:
             )
 
     def _start(self, plan: TaskPlan) -> Process:
-        return Process(plan, self._console, self._guardian, self._take_standby)
+        return Process(plan, self._console, self._start_task)
+
+    def _start_locally(self, plan: TaskPlan) -> Handle:
+        return start_local(plan, self._guardian, self._take_standby)
 
     def _take_standby(self, plan: TaskPlan) -> subprocess.Popen | None:
         inject_fault = self._chaos.hand_over if self._chaos else lambda pid: None
@@ -337,7 +347,7 @@ class Supervisor:
         """Return whether a task has reported its error, exits now and will be restarted alone."""
         if process.ended or not process.plan.replaceable or not self._policy.left:
             return False
-        first = self._errors.setdefault(process.pid, time.monotonic())
+        first = self._errors.setdefault(process, time.monotonic())
         if time.monotonic() - first > PEER_S:
             process.send_signal(signal.SIGKILL)  # hangs in its shutdown
         return True
@@ -374,8 +384,7 @@ class Supervisor:
 
     def _blame(self, group: list[Process], silent: list[Process]) -> None:
         """Find the hung task among those that wait for each other."""
-        groups = stopped_groups()
-        stopped = [process for process in silent if process.pid in groups]
+        stopped = stopped_among(silent)
         self._stacks([process for process in silent if process not in stopped])
         # In a collective the main thread is inside TensorFlow, but not in a task that hangs in user
         # code.
@@ -529,6 +538,11 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while not condition() and len(self._signals) <= signals and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+
+def _has_peers(plan: TaskPlan) -> bool:
+    config = plan.environ.get("TF_CONFIG")
+    return config is not None and len(ClusterSpec.from_tf_config(config).listening_tasks) > 1
 
 
 def _in_framework(stack: str) -> bool:

@@ -1,0 +1,1 @@
+"""Engines: start tasks on machines that ssh, Slurm, Ray or Kubernetes give to a launch."""

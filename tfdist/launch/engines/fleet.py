@@ -1,0 +1,217 @@
+"""Fleet: the agents of a launch, one for each task; and the interface of an engine."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tfdist.cluster.addresses import join_address
+from tfdist.launch.engines.agent_connection import (
+    AgentConnection,
+    AgentLate,
+    AgentLost,
+    RemoteTask,
+    Transport,
+)
+from tfdist.launch.task_plan import TaskPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place for one task.
+
+    Attributes:
+        host: Name of the host, for messages; slots of one host share its cores.
+        address: Host name or IP address at which the other tasks reach it.
+        key: Text by which the engine tells the slots of a host apart.
+        environ: Variables that the engine gives to a task in this slot, such as its GPUs.
+    """
+
+    host: str
+    address: str
+    key: str = ""
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+class NoRoom(TimeoutError):
+    """The engine has no place for the tasks within the bound; another start may find one."""
+
+
+class Interrupted(Exception):
+    """The user has ended the launch while it waited for machines."""
+
+
+class Engine(Protocol):
+    """Gives places to the tasks of a launch, and runs agents in them."""
+
+    def allocate(self, count: int, lost: Sequence[Slot]) -> list[Slot]:
+        """Return the places of the next attempt.
+
+        Slots that were returned before and are still good keep their agents.
+
+        Args:
+            count: Number of tasks.
+            lost: Slots whose agents were lost since the last call.
+
+        Raises:
+            NoRoom: If there is no place within the bound of the engine.
+            ValueError: If the options of the engine are wrong.
+        """
+
+    def connect(self, slot: Slot) -> Transport:
+        """Start an agent in a slot; return at once."""
+
+    def close(self) -> None:
+        """Give all places back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A slot whose agent is ready to start its task.
+
+    Attributes:
+        slot: The slot.
+        address: `HOST:PORT` of the task.
+        argv: Command that the agent executes.
+    """
+
+    slot: Slot
+    address: str
+    argv: tuple[str, ...]
+
+
+class Fleet:
+    """The agents of a launch.
+
+    Args:
+        engine: Engine that has the machines.
+        words: COMMAND, as the user wrote it.
+        directory: Working directory of the tasks; None for that of the engine.
+        log_dir: Log directory of the launch.
+        timeout: Seconds for all agents to answer.
+        interrupted: Function that returns whether the user has ended the launch.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        words: Sequence[str],
+        directory: str | None,
+        *,
+        log_dir: str,
+        timeout: float,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
+        self._engine = engine
+        self._words = list(words)
+        self._directory = directory
+        self._log_dir = log_dir
+        self._timeout = timeout
+        self._interrupted = interrupted
+        self._agents: dict[Slot, AgentConnection] = {}
+        self._slots: list[Slot] = []
+        self._by_task: dict[str, Slot] = {}
+        self._versions: dict[str, dict[str, str]] = {}  # of each host
+
+    def prepare(self, names: Sequence[str]) -> list[Prepared]:
+        """Make an agent ready for each task of the next attempt.
+
+        Args:
+            names: Names of the tasks.
+
+        Returns:
+            One entry per task.
+
+        Raises:
+            NoRoom: If the engine has no place for the tasks.
+            AgentLost: If an agent cannot be reached in time; the message names its host.
+            ValueError: If the command cannot run on a host, or hosts differ in their versions or
+                scripts.
+            Interrupted: If the user has ended the launch.
+        """
+        lost = [slot for slot, agent in self._agents.items() if agent.lost is not None]
+        if lost or not self._slots:
+            self._slots = self._engine.allocate(len(names), lost)
+        for slot in [slot for slot in self._agents if slot in lost or slot not in self._slots]:
+            self._agents.pop(slot).close()
+        deadline = time.monotonic() + self._timeout
+        new = [slot for slot in self._slots if slot not in self._agents]
+        for slot in new:
+            transport = self._engine.connect(slot)
+            self._agents[slot] = AgentConnection(slot.host, transport, self._log_dir)
+        for slot in new:
+            self._versions[slot.host] = self._reply(slot, "hello", deadline)["versions"]
+        check_same(
+            {slot.host: self._versions[slot.host] for slot in self._slots},
+            "have different versions",
+            "install the same Python, TensorFlow, Keras and tfdist on all hosts",
+        )
+        for slot in self._slots:
+            self._agents[slot].send("prepare", words=self._words, directory=self._directory)
+        replies = {slot: self._reply(slot, "prepared", deadline) for slot in self._slots}
+        check_same(
+            {slot.host: {"script": reply["script"][:12]} for slot, reply in replies.items()},
+            "have different scripts",
+            "copy the same script to all hosts",
+        )
+        self._by_task = dict(zip(names, self._slots, strict=True))
+        return [
+            Prepared(slot, join_address(slot.address, reply["port"]), tuple(reply["argv"]))
+            for slot, reply in replies.items()
+        ]
+
+    def start(self, plan: TaskPlan) -> RemoteTask:
+        """Start a task by its agent; see `task_process.Handle`."""
+        slot = self._by_task[plan.name]
+        tasks_here = collections.Counter(slot.host for slot in self._slots)[slot.host]
+        environ = {**dict(slot.environ), **plan.environ}
+        return self._agents[slot].start(dataclasses.replace(plan, environ=environ), tasks_here)
+
+    def close(self) -> None:
+        """End all agents, and give their places back."""
+        for agent in self._agents.values():
+            agent.close()
+        self._engine.close()
+
+    def _reply(self, slot: Slot, kind: str, deadline: float) -> dict[str, Any]:
+        while True:
+            if self._interrupted():
+                raise Interrupted
+            try:
+                return self._agents[slot].wait_for(kind, min(deadline, time.monotonic() + 0.5))
+            except AgentLate as error:
+                if time.monotonic() >= deadline:
+                    raise AgentLost(f"{error} within {self._timeout:g} s") from None
+
+
+def check_same(facts: dict[str, dict[str, str]], problem: str, remedy: str) -> None:
+    """Refuse hosts that differ from the first one.
+
+    Args:
+        facts: Facts of each host.
+        problem: Words between the names of two hosts and what differs.
+        remedy: Words about how to make the hosts equal.
+
+    Raises:
+        ValueError: If two hosts differ. The message names them, and what differs.
+
+    Example:
+        >>> check_same({"a": {"keras": "3.1"}, "b": {"keras": "3.2"}}, "differ", "update b")
+        Traceback (most recent call last):
+        ValueError: hosts a and b differ: keras 3.1 and 3.2; update b
+    """
+    hosts = list(facts)
+    for host in hosts[1:]:
+        first = facts[hosts[0]]
+        names = [
+            name for name in {**first, **facts[host]} if first.get(name) != facts[host].get(name)
+        ]
+        if names:
+            differences = ", ".join(
+                f"{name} {first.get(name) or 'none'} and {facts[host].get(name) or 'none'}"
+                for name in names
+            )
+            raise ValueError(f"hosts {hosts[0]} and {host} {problem}: {differences}; {remedy}")

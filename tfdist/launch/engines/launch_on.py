@@ -1,0 +1,161 @@
+"""`tfdist launch --on ENGINE`: the tasks of a launch on the machines of an engine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.launch.engines import ssh
+from tfdist.launch.engines.fleet import Engine, Fleet, Prepared
+from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.guardian import Guardian
+from tfdist.runtime.launch_protocol import THREAD_VARIABLES
+
+# Variables that an agent sets for its own host, unless the user has set them there.
+SET_BY_AGENTS = (*THREAD_VARIABLES, "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL")
+
+
+def fill_in(flags: argparse.Namespace) -> None:
+    """Parse the hosts of --on ssh, and set the default of --workers.
+
+    Args:
+        flags: Checked flags of the launcher.
+
+    Raises:
+        ValueError: If the hosts are wrong, or fewer than the tasks.
+    """
+    if flags.on != "ssh":
+        return
+    flags.hosts = (
+        ssh.parse_hosts(flags.hosts)
+        if flags.hosts is not None
+        else ssh.read_hosts(flags.hosts_file)
+    )
+    slots = sum(slots for _, slots in flags.hosts)
+    others = (flags.ps or 0) + bool(flags.chief) + bool(flags.evaluator)
+    if flags.workers is None:
+        flags.workers = max(slots - others, 0 if flags.chief else 1)
+    if flags.workers + others > slots:
+        raise ValueError(
+            f"{'--hosts' if flags.hosts_file is None else '--hosts-file'}: expected at least "
+            f"{flags.workers + others} slots, one for each task, received {slots}; write "
+            "HOST:SLOTS, or launch fewer tasks"
+        )
+
+
+@contextlib.contextmanager
+def open_fleet(
+    flags: argparse.Namespace,
+    words: Sequence[str],
+    guardian: Guardian,
+    log_dir: str,
+    interrupted: Callable[[], bool],
+) -> Iterator[Fleet | None]:
+    """Yield the agents of a launch; None without --on.
+
+    Args:
+        flags: Flags, as `fill_in` returns them.
+        words: COMMAND.
+        guardian: Guardian that kills what runs on this machine if this process dies.
+        log_dir: Log directory of the launch.
+        interrupted: Function that returns whether the user has ended the launch.
+    """
+    if not flags.on:
+        yield None
+        return
+    fleet = Fleet(
+        _engine(flags, guardian),
+        words,
+        flags.directory or os.getcwd(),
+        log_dir=log_dir,
+        timeout=flags.join_timeout,
+        interrupted=interrupted,
+    )
+    with contextlib.closing(fleet):
+        yield fleet
+
+
+def _engine(flags: argparse.Namespace, guardian: Guardian) -> Engine:
+    return ssh.Ssh(
+        flags.hosts,
+        guardian,
+        command=shlex.split(flags.ssh_command or "ssh"),
+        python=flags.remote_python,
+        gpus_per_task=flags.gpus_per_task or 0,
+    )
+
+
+def task_environ(flags: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that the user passes on to the tasks.
+
+    Args:
+        flags: Flags of the launcher.
+
+    Raises:
+        ValueError: If --env names a variable that is not set here.
+    """
+    environ = {}
+    for entry in flags.env or ():
+        name, assigned, value = entry.partition("=")
+        if not assigned:
+            if name not in os.environ:
+                raise ValueError(
+                    f"--env {name}: expected NAME=VALUE, or a variable that is set here; received "
+                    "one that is not set"
+                )
+            value = os.environ[name]
+        environ[name] = value
+    return environ
+
+
+def cluster_of(spec: ClusterSpec, prepared: Sequence[Prepared]) -> ClusterSpec:
+    """Return the cluster with the addresses of the tasks' slots.
+
+    Args:
+        spec: Cluster with any addresses.
+        prepared: One slot per task of the cluster, in the order of `spec.tasks`.
+    """
+    jobs: dict[str, list[str]] = {job: [] for job in spec.jobs}
+    for task, place in zip(spec.tasks, prepared, strict=True):
+        jobs[task.type].append(place.address)
+    return ClusterSpec({job: tuple(addresses) for job, addresses in jobs.items()})
+
+
+def for_agents(
+    plans: Sequence[TaskPlan], prepared: Sequence[Prepared], kept: Collection[str]
+) -> list[TaskPlan]:
+    """Return the plans with the agents' commands, without the variables that agents set.
+
+    Args:
+        plans: Plans of the tasks, for this machine.
+        prepared: The slot of each task.
+        kept: Names of variables that the user has set.
+    """
+    return [
+        dataclasses.replace(
+            plan,
+            argv=place.argv,
+            environ={
+                name: value
+                for name, value in plan.environ.items()
+                if name in kept or name not in SET_BY_AGENTS
+            },
+        )
+        for plan, place in zip(plans, prepared, strict=True)
+    ]
+
+
+def describe(flags: argparse.Namespace, tasks: Sequence[Task]) -> str:
+    """Return where the tasks run, for the launcher's first line.
+
+    Args:
+        flags: Flags, as `fill_in` returns them.
+        tasks: Tasks of the launch.
+    """
+    hosts = [host for host, _ in flags.hosts]
+    return f"on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''} by ssh"
