@@ -423,7 +423,7 @@ class _Barrier:
 
 
 def _peers(tasks: Sequence[Task], me: Task) -> dict[str, Task]:
-    """Return the tasks that a task asks, by name: all others, or in a large cluster few of them."""
+    """Return the tasks that a task asks, by name: all others, or few in a large cluster."""
     others = [task for task in tasks if task != me]
     if len(tasks) > ALL_PAIRS and me != tasks[0]:
         # TensorFlow's ring has the tasks in the lexicographical order of their names, and each
