@@ -45,6 +45,16 @@ def through_fsspec(path: str) -> bool:
     return scheme in SCHEMES and (scheme != "gs" or is_installed("gs"))
 
 
+def tensorflow_writes(path: str) -> bool:
+    """Return whether TensorFlow's own writers, such as those of event files, can write to a path.
+
+    Example:
+        >>> tensorflow_writes("gs://bucket/logs"), tensorflow_writes("s3://bucket/logs")
+        (True, False)
+    """
+    return scheme_of(path) == "gs" or not through_fsspec(path)
+
+
 def can_create(path: str) -> bool:
     """Return whether `create` is supported: of several processes, exactly one creates a file."""
     return through_fsspec(path) and scheme_of(path) != "hf"
@@ -235,9 +245,10 @@ def remove_tree(path: str) -> None:
 
 
 def rename(old: str, new: str) -> None:
-    """Rename a file that is not in an object store, and replace an existing one."""
-    assert not through_fsspec(old)
-    if not is_remote(old):
+    """Rename a file and replace an existing one; in an object store, copy it and remove the old."""
+    if through_fsspec(old):
+        store_of(old).move(old, new)
+    elif not is_remote(old):
         os.replace(old, new)
     else:
         with _as_python(new) as files:
@@ -295,16 +306,16 @@ def _as_python(path: str) -> Iterator[Any]:
     """Provide TensorFlow's file functions, and raise its errors as Python's."""
     import tensorflow as tf
 
+    scheme = scheme_of(path)
+    if scheme not in tf.io.gfile.get_registered_schemes():
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise UnusableStore(
+            f"{path}: no file system for {scheme}://. Use a local path, or one of {known}."
+        )
     try:
         yield tf.io.gfile
     except tf.errors.NotFoundError as error:
         raise FileNotFoundError(f"{path}: {error.message}") from error
-    except tf.errors.UnimplementedError as error:
-        scheme = scheme_of(path)
-        known = ", ".join(f"{name}://" for name in SCHEMES)
-        raise UnusableStore(
-            f"{path}: no file system for {scheme}://. Use a local path, or one of {known}."
-        ) from error
     except tf.errors.PermissionDeniedError as error:
         raise PermissionError(f"{path}: {error.message}") from error
     except tf.errors.FailedPreconditionError as error:

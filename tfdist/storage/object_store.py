@@ -177,6 +177,13 @@ class ObjectStore:
         """
         self._call(url, lambda fs: fs.put_file(path, url, mode="create"), writes=True)
 
+    def move(self, old: str, new: str) -> None:
+        """Copy a file within the store, and remove the old one. It can be repeated."""
+        if not self.exists(old) and self.exists(new):
+            return
+        self._call(new, lambda fs: fs.copy(old, new), writes=True)
+        self.remove(old)
+
     def remove(self, url: str) -> None:
         """Remove a file.
 
@@ -197,10 +204,11 @@ class ObjectStore:
             UnusableStore: There is no such bucket, no package, or no credentials.
         """
         bucket = bucket_of(url)
-        if (self._scheme, bucket) in _known_buckets or self._scheme == "hf":
+        if (self._scheme, bucket) in _known_buckets:
             return
+        place = f"{self._scheme}://{bucket}"
         try:
-            self._request(lambda fs: fs.info(f"{self._scheme}://{bucket}"))
+            self._request(lambda fs: None if self._scheme == "hf" else fs.info(place))
         except PermissionError:
             pass  # some credentials may use files of a bucket, but not look at it
         except Exception as error:
