@@ -103,7 +103,7 @@ class ObjectStore:
         found = self._call(pattern, lambda fs: self._fresh(fs).glob(pattern))
         if not found:
             self.check_bucket(pattern)
-        return sorted(f"{self._scheme}://{path}" for path in found)
+        return sorted(f"{self._scheme}://{path.lstrip('/')}" for path in found)
 
     def read_range(self, url: str, begin: int, end: int) -> bytes:
         """Return the bytes of a file from `begin` up to `end`, all of which must exist."""
