@@ -47,7 +47,7 @@ def trained(directory, root, source, plan, environ):
         left = launch.wait_for_nobody(20)
     assert code == 0, err[-4000:]
     assert not left
-    return [json.loads((directory / f"worker-{i}.json").read_text()) for i in range(2)], err
+    return [json.loads((directory / f"worker:{i}.json").read_text()) for i in range(2)], err
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
