@@ -109,6 +109,7 @@ def test_snapshots_data_logs_and_models(tmp_path):
     )
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
         variables.pop(name, None)
+    errors = (tmp_path / "errors").open("w")
     process = subprocess.Popen(
         [
             *(*spaces, f'{inside} && exec "$@"', "sh", sys.executable, "-c", CODE),
@@ -118,7 +119,7 @@ def test_snapshots_data_logs_and_models(tmp_path):
         env=variables,
         stdin=subprocess.PIPE,  # its end ends the server
         stdout=subprocess.PIPE,
-        stderr=open(tmp_path / "errors", "w"),
+        stderr=errors,
         text=True,
     )
     try:
@@ -128,5 +129,6 @@ def test_snapshots_data_logs_and_models(tmp_path):
         process.stdin.close()
         process.kill()
         process.wait()
+        errors.close()
     assert code == 0, (tmp_path / "errors").read_text()[-4000:]
     assert out.splitlines()[-1] == "all right"

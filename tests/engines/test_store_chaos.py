@@ -33,7 +33,7 @@ with open(f"{me}.json", "w") as file:
 """
 
 
-def trained(directory, root, source, plan, environ):
+def trained(directory, root, source, plan):
     directory.mkdir()
     launch = Launch(directory, 280)
     try:
@@ -41,7 +41,6 @@ def trained(directory, root, source, plan, environ):
             *("--workers", "2", "--restarts", "5", "--chaos", plan),
             script=SCRIPT,
             command=("task.py", root, source),
-            environ=environ,
         )
     finally:
         left = launch.wait_for_nobody(20)
@@ -52,14 +51,14 @@ def trained(directory, root, source, plan, environ):
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_killed_tasks_change_nothing(request, monkeypatch, tmp_path, scheme):
-    url, server, environ = of_scheme(request, monkeypatch, tmp_path, scheme)
+    url, server, _ = of_scheme(request, monkeypatch, tmp_path, scheme)
     x = np.random.default_rng(0).normal(size=(56, 4)).astype(np.float32)
     data.write((x, x[:, :1]), tmp_path / "set", shard_bytes=1000)
     upload(tmp_path / "set", f"{url}/set")
     local = tmp_path / "local"
-    expected, _ = trained(local, str(local), str(tmp_path / "set"), "none", {})
+    expected, _ = trained(local, str(local), str(tmp_path / "set"), "none")
     server.faults.plan("503", 5)
-    found, err = trained(tmp_path / "store", url, f"{url}/set", PLAN, environ)
+    found, err = trained(tmp_path / "store", url, f"{url}/set", PLAN)
     assert found == expected, err[-2000:]
     assert server.faults.failed == 5
     assert files.list_dir(f"{url}/logs") == ["train"]
