@@ -38,7 +38,7 @@ def trained(directory, root, source, plan):
     launch = Launch(directory, 280)
     try:
         code, _, err = launch.run(
-            *("--workers", "2", "--restarts", "5", "--chaos", plan),
+            *("--allow-remote", "--workers", "2", "--restarts", "5", "--chaos", plan),
             script=SCRIPT,
             command=("task.py", root, source),
         )

@@ -8,6 +8,7 @@ fsspec; any other URL through TensorFlow. Errors are Python's: `FileNotFoundErro
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob as local_glob
 import io
 import os
@@ -214,7 +215,14 @@ def make_dirs(path: str) -> None:
     if through_fsspec(path):
         store_of(path).check_bucket(path)
     elif not is_remote(path):
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            in_the_way = path
+            while in_the_way and not os.path.lexists(in_the_way):
+                in_the_way = os.path.dirname(in_the_way)
+            reason = f"{in_the_way} is not a directory"
+            raise NotADirectoryError(errno.ENOTDIR, reason) from error
     else:
         with _as_python(path) as files:
             files.makedirs(path)

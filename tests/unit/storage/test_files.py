@@ -61,6 +61,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, place):
     assert files.list_dir(base) == ["x"]
 
 
+@pytest.mark.parametrize("path", ["file", "file/below/it"])
+def test_a_file_in_the_way_is_named(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=f"{tmp_path}/file is not a directory"):
+        files.make_dirs(str(tmp_path / path))
+
+
 def test_a_file_that_changed_is_not_taken_for_another(tmp_path):
     path = str(tmp_path / "x")
     files.write_whole(path, b"old")

@@ -76,8 +76,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
             )
         self.root_dir = os.path.join(log_dir, run) if run is not None else os.fspath(log_dir)
         self.name = os.path.basename(os.path.abspath(self.root_dir))
-        # TensorFlow writes event files; where it cannot, they are written here and uploaded.
-        self.mirror = None if files.tensorflow_writes(self.root_dir) else Mirror(self.root_dir)
+        # TensorFlow writes event files; in most stores it cannot. They are written here and uploaded,
+        # also to gs:// if gcsfs is installed, so that all files there have the same credentials.
+        self.mirror = Mirror(self.root_dir) if files.through_fsspec(self.root_dir) else None
         if self.mirror is not None:
             self.root_dir = self.mirror.local
         super().__init__(
