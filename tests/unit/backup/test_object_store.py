@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.memory_store import memory_s3
-from tfdist.backup import claim
+from tfdist.backup import claim, shards
 from tfdist.backup.claim import Superseded
 from tfdist.backup.snapshot import Snapshot
 from tfdist.backup.store import Store
@@ -31,6 +31,19 @@ def test_newest_snapshots_are_kept():
     assert store.newest().snapshot.facts == {"epoch": 2}
     store.clear()
     assert not files.exists(URL)
+
+
+def test_rows_of_sharded_variables_are_read_in_slices():
+    store = Store(URL)
+    whole = np.arange(24.0).reshape(4, 6)
+    paths = [store.rows_path(0, "a", rank, 2) for rank in range(2)]
+    for rank, path in enumerate(paths):
+        rows = whole[2 * rank : 2 * rank + 2]
+        store.write_rows(path, Snapshot({"v": rows}, {"first": 2 * rank}))
+    store.write(Snapshot({}, {"rows": [path.rpartition("/")[2] for path in paths]}))
+    pieces = store.pieces(store.newest().snapshot)
+    found = shards.rows(pieces("v"), whole.shape, np.float64, replicas=8, first=3, count=2)
+    np.testing.assert_array_equal(found, whole.reshape(8, -1)[3:5])
 
 
 def test_claims_are_numbered_and_the_highest_writes():

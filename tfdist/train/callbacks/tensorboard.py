@@ -76,7 +76,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
             )
         self.root_dir = os.path.join(log_dir, run) if run is not None else os.fspath(log_dir)
         self.name = os.path.basename(os.path.abspath(self.root_dir))
-        # TensorFlow writes event files; in most stores it cannot. They are written here and uploaded,
+        # TensorFlow writes event files, but not in most stores. They are written here and uploaded,
         # also to gs:// if gcsfs is installed, so that all files there have the same credentials.
         self.mirror = Mirror(self.root_dir) if files.through_fsspec(self.root_dir) else None
         if self.mirror is not None:
