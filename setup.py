@@ -22,6 +22,13 @@ TEST = [
     "hypothesis>=6.100",
     "pytest-xdist>=3.5",
 ]
+# Object stores, see docs/stores.md.
+STORES = {
+    "s3": ["s3fs>=2025.3"],
+    "gcs": ["gcsfs>=2025.3"],
+    "azure": ["adlfs>=2024.12"],
+    "hf": ["huggingface_hub>=0.30"],
+}
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
 setup(
@@ -58,6 +65,7 @@ setup(
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
         "all": [*DIGITS, *PLOT],
+        **STORES,
     },
     entry_points={"console_scripts": ["tfdist = tfdist.cli:main"]},
 )

@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfdist"
 # A package imports packages of lower levels, and no others.
 LEVELS = (
+    ({"storage"},),
     ({"runtime"}, {"sync"}, {"telemetry"}, {"keras_compat"}, {"config"}, {"flags"}),
     ({"cluster"}, {"app"}, {"backup"}, {"models"}, {"layers"}),
     ({"data"}, {"parallel"}),

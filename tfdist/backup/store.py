@@ -14,19 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from tfdist.backup import claim
 from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Damaged, Snapshot, check, layout, pack, unpack
+from tfdist.storage import files
 
 SUFFIX = ".tfdist"
 _NAME = re.compile(r"snapshot-(\d+)\.tfdist")
 _ROWS = re.compile(r"snapshot-(\d+)\.\w+\.\d+-of-\d+\.rows")
 _PART = re.compile(rf"(snapshot-\d+\.tfdist|{_ROWS.pattern}|{re.escape(claim.NAME)})(\.\w+)?\.part")
 _BUFFER = 1 << 20  # bytes, so that small arrays are written in one call
-_IO_ERRORS = (OSError, tf.errors.OpError)
 
 
 class StoredSnapshot(NamedTuple):
@@ -62,7 +61,7 @@ class Numbers:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         first, last, _ = part.indices(self._count)
-        with tf.io.gfile.GFile(self._path, "rb") as file:
+        with files.open_read(self._path) as file:
             file.seek(self._begin + first * self._kind.itemsize)
             return np.frombuffer(file.read((last - first) * self._kind.itemsize), self._kind)
 
@@ -71,8 +70,8 @@ class Store:
     """Directory of snapshots.
 
     Args:
-        directory: Path of the directory, on any file system that TensorFlow supports. It need not
-            exist.
+        directory: Path of the directory, or a URL such as "s3://bucket/run"; see
+            `tfdist.storage.files`. It need not exist.
         keep: Number of most recent snapshots to keep, 1 or more; 2 by default.
 
     Example:
@@ -176,16 +175,16 @@ class Store:
             snapshot: Snapshot that `newest` returned, which has checked its files.
 
         Raises:
-            OSError, tf.errors.OpError: If a file cannot be read.
+            OSError: If a file cannot be read.
         """
-        files = {}
+        layouts = {}
         for path in self._rows_of(snapshot):
-            with tf.io.gfile.GFile(path, "rb") as file:
-                files[path] = layout(file, path)
+            with files.open_read(path) as file:
+                layouts[path] = layout(file, path)
 
         def of(key: str) -> list[Piece]:
             arrays = [
-                (path, each.facts["first"], *each.arrays[key]) for path, each in files.items()
+                (path, each.facts["first"], *each.arrays[key]) for path, each in layouts.items()
             ]
             return [
                 (first * shape[1], Numbers(path, kind, begin, math.prod(shape)))
@@ -200,27 +199,46 @@ class Store:
     def _write(self, path: str, snapshot: Snapshot) -> None:
         part = f"{path}.{self._token}.part" if self._token else f"{path}.part"
         try:
-            tf.io.gfile.makedirs(self.directory)
-            if "://" in self.directory:
-                with tf.io.gfile.GFile(part, "wb") as file:
-                    for piece in self._pieces(snapshot):
-                        file.write(bytes(piece))
+            files.make_dirs(self.directory)
+            if files.through_fsspec(path):
+                self._upload(path, snapshot)
+            elif files.is_object_store(path):
                 self._check()
-                tf.io.gfile.rename(part, path, overwrite=True)
+                files.write_pieces(path, self._pieces(snapshot))
+            elif files.is_remote(path):
+                files.write_pieces(part, self._pieces(snapshot))
+                self._check()
+                files.rename(part, path)
             else:
                 write_local(part, self._pieces(snapshot))
                 self._check()
                 rename_local(part, path)
-        except _IO_ERRORS as error:
+        except OSError as error:
             self._remove(part)
-            reason = getattr(error, "message", None) or str(error)
             raise OSError(
-                f"{path}: cannot be written: {reason}. Expected a writable directory with free "
-                "space. Earlier snapshots are kept."
+                f"{path}: cannot be written: {error.strerror or error}. Expected a writable "
+                "directory with free space. Earlier snapshots are kept."
             ) from error
         except BaseException:
             self._remove(part)
             raise
+
+    def _upload(self, path: str, snapshot: Snapshot) -> None:
+        """Write a file of an object store, which no process that lost the claim can replace.
+
+        A claim may change between a check of it and the end of an upload. So the upload creates the
+        file. If it exists, its writer had claimed the directory before, and the check after that
+        finds out whether it is this process.
+        """
+        self._check()
+        if not files.can_create(path):
+            files.write_pieces(path, self._pieces(snapshot))
+            return
+        try:
+            files.create_pieces(path, self._pieces(snapshot))
+        except FileExistsError:
+            self._check()
+            files.write_pieces(path, self._pieces(snapshot))
 
     def newest(self) -> StoredSnapshot | None:
         """Return the newest snapshot that is complete, or None if there are no snapshots.
@@ -238,14 +256,14 @@ class Store:
             try:
                 snapshot = self.read(path)
                 for part in self._rows_of(snapshot):
-                    with tf.io.gfile.GFile(part, "rb") as file:
+                    with files.open_read(part) as file:
                         check(file, part)
                 return StoredSnapshot(number, snapshot)
-            except (Damaged, *_IO_ERRORS) as error:
+            except (Damaged, OSError) as error:
                 reason = (
                     str(error)
                     if isinstance(error, Damaged)
-                    else f"{path}: cannot be read, or its rows: {getattr(error, 'message', error)}"
+                    else f"{path}: cannot be read, or its rows: {error}"
                 )
                 logging.warning("%s The previous snapshot is used if there is one.", reason)
         if numbers:
@@ -263,10 +281,9 @@ class Store:
         Raises:
             Damaged: If the file is not what was written.
             ValueError: If another version of tfdist wrote the file.
-            OSError, tf.errors.OpError: If the file cannot be read.
+            OSError: If the file cannot be read.
         """
-        with tf.io.gfile.GFile(path, "rb") as file:
-            return unpack(file.read(), path)
+        return unpack(files.read(path), path)
 
     def clear(self) -> None:
         """Remove the snapshots, the claim, and the directory if nothing else is in it.
@@ -277,18 +294,19 @@ class Store:
         """
         self._check()
         self._keep([], self._names())
-        self._remove(os.path.join(self.directory, claim.NAME))
+        for name in claim.names(self.directory):
+            self._remove(os.path.join(self.directory, name))
         self._token = None
-        with contextlib.suppress(*_IO_ERRORS):
-            if not tf.io.gfile.listdir(self.directory):
-                tf.io.gfile.rmtree(self.directory)
+        with contextlib.suppress(OSError):
+            if not files.list_dir(self.directory):
+                files.remove_tree(self.directory)
 
     def sweep(self) -> None:
         """Remove the files that killed writers left behind.
 
         Only the directory's writer may call this, before it writes.
         """
-        with contextlib.suppress(*_IO_ERRORS):
+        with contextlib.suppress(OSError):
             names = self._names()
             for name in filter(_PART.fullmatch, names):
                 self._remove(os.path.join(self.directory, name))
@@ -296,8 +314,8 @@ class Store:
 
     def _names(self) -> list[str]:
         try:
-            return tf.io.gfile.listdir(self.directory)
-        except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
+            return files.list_dir(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def _keep(self, numbers: list[int], names: list[str]) -> None:
@@ -324,8 +342,7 @@ class Store:
 
     @staticmethod
     def _remove(path: str) -> None:
-        with contextlib.suppress(*_IO_ERRORS):
-            tf.io.gfile.remove(path)
+        files.remove(path)
 
 
 def _numbers(names: Iterable[str]) -> list[int]:

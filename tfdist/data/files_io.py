@@ -7,15 +7,18 @@ import fcntl
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 
 import tensorflow as tf
 
-# Errors of TensorFlow and Python if a path cannot be written: no permission, no directory, a file
-# in the way, a full disk.
+from tfdist.storage import files
+from tfdist.storage.store_errors import UnusableStore
+
+# Errors of TensorFlow, Python and object stores if a path cannot be written: no permission, no
+# directory, a file in the way, a full disk.
 CANNOT_WRITE = (
     OSError,
+    UnusableStore,
     tf.errors.PermissionDeniedError,
     tf.errors.NotFoundError,
     tf.errors.FailedPreconditionError,
@@ -49,11 +52,6 @@ def absolute(path: str | os.PathLike) -> str:
     return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
-def temporary(path: str) -> str:
-    """Return a unique name beside `path`, for a file that is renamed to `path` once complete."""
-    return f"{path}.{uuid.uuid4().hex[:12]}.tmp"
-
-
 def write_whole(path: str, content: bytes) -> None:
     """Write a file atomically: other processes see the whole file or none.
 
@@ -64,20 +62,12 @@ def write_whole(path: str, content: bytes) -> None:
     Raises:
         OSError: If the path cannot be written; or another error of `CANNOT_WRITE`.
     """
-    part = temporary(path)
-    try:
-        with tf.io.gfile.GFile(part, "wb") as file:
-            file.write(content)
-        tf.io.gfile.rename(part, path, overwrite=True)
-    except BaseException:
-        remove(part)
-        raise
+    files.write_whole(path, content)
 
 
 def remove(path: str) -> None:
     """Remove a file if it exists and can be removed."""
-    with contextlib.suppress(OSError, tf.errors.OpError):
-        tf.io.gfile.remove(path)
+    files.remove(path)
 
 
 @contextlib.contextmanager

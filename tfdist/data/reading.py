@@ -300,4 +300,15 @@ def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset
             )
         )
 
-    return tf.data.Dataset.range(first, after).flat_map(of_file)
+    indices = tf.data.Dataset.range(first, after)
+    if source.fetch is not None:
+        # While one file is read, the next one is fetched.
+        fetch = source.fetch
+
+        @plain
+        def ahead(i):
+            with tf.control_dependencies([fetch(sequence.files[i])]):
+                return tf.identity(i)
+
+        indices = indices.map(ahead).prefetch(1)
+    return indices.flat_map(of_file)

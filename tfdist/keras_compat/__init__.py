@@ -29,6 +29,7 @@ from tensorflow.python.eager import context as _context
 
 from tfdist.keras_compat import model_building, scopes
 from tfdist.keras_compat.empty_batches import hook_operations
+from tfdist.keras_compat.object_stores import exporting, hook_files
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
@@ -94,6 +95,7 @@ def install() -> None:
     _hook_mean()
     _add_conversions(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus)
+    hook_files()
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
     scopes.keep_in_clear_session()
 
@@ -189,6 +191,8 @@ def leave_summaries(callback: keras.callbacks.TensorBoard) -> None:
 
 def _hook_model(name: str) -> None:
     keras_method = getattr(keras.Model, name)
+    if name == "export":
+        keras_method = exporting(keras_method)
 
     @functools.wraps(keras_method)
     def method(self, *args, **kwargs):

@@ -241,9 +241,15 @@ def find_directory(settings: config.Run, root: str | os.PathLike = "runs") -> Pa
         The directory, which need not exist.
 
     Raises:
-        ValueError: If the configured directory contains a finished run.
+        ValueError: If the configured directory contains a finished run, or is not on a disk.
     """
     if settings.output.dir is not None:
+        if "://" in settings.output.dir:
+            raise ValueError(
+                f"output.dir: expected a directory on a local or shared disk, received "
+                f"{settings.output.dir!r}. A script of your own can keep its snapshots there: "
+                "tfdist.BackupAndRestore(URL)."
+            )
         directory = Path(settings.output.dir)
         if (directory / SUMMARY).exists():
             raise ValueError(

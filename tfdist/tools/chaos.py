@@ -23,7 +23,7 @@ from tfdist.runtime.command import (
 from tfdist.runtime.formatting import aligned, counted
 from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.tools.recovery import FaultReport, Recovery, read_recovery
-from tfdist.tools.report.files import Reader
+from tfdist.tools.report.run_files import Reader
 
 LATEST = os.path.join("runs", "latest")
 COMMANDS = {

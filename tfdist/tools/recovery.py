@@ -16,7 +16,7 @@ from typing import Any
 
 from tfdist.runtime import fault_plan
 from tfdist.runtime.launch_protocol import JOURNAL, check_event
-from tfdist.tools.report.files import Reader
+from tfdist.tools.report.run_files import Reader
 
 Line = Mapping[str, Any]  # of the journal: "time" in seconds, "event", and the event's fields
 

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from tfdist import config
 from tfdist.data.sources import catalog_kinds
 from tfdist.runtime.yaml_files import parse_yaml
+from tfdist.storage import files
+from tfdist.storage.store_errors import UnusableStore
 
 if TYPE_CHECKING:
     from tfdist.data.sources.source import Source
@@ -93,16 +95,14 @@ class Split:
         """Return the location if nothing exists there; None if it exists or is not needed.
 
         Raises:
-            ValueError: If a variable is not set, or if TensorFlow cannot read the file system.
+            ValueError: If a variable is not set, or if the file system cannot be read.
         """
-        import tensorflow as tf
-
         location = self.location()
         if location is None or self.kind == "tfds":  # TFDS creates its directories
             return None
         try:
-            exists = tf.io.gfile.exists(location) or tf.io.gfile.glob(location)
-        except (tf.errors.OpError, OSError) as error:
+            exists = files.exists(location) or files.glob(location)
+        except (UnusableStore, OSError) as error:
             raise ValueError(
                 f"{self.file}: {self.entry}.location: {location} cannot be read: {error}"
             ) from error

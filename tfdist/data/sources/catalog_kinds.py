@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tfdist import config
+from tfdist.storage import files
 
 if TYPE_CHECKING:
     from tfdist.data.sources.catalog import Split
@@ -149,17 +150,15 @@ class _Arrays:
     """
 
     def __init__(self, location: str) -> None:
-        import tensorflow as tf
-
         self.location = location
-        self._open = lambda path: tf.io.gfile.GFile(path, "rb")
+        self._open = files.open_read
         if location.endswith(".npz"):
             with self._open(location) as file, self._load(file) as archive:
                 self._files = dict.fromkeys(archive.files, location)
         elif location.endswith(".npy"):
             self._files = {os.path.basename(location)[:-4]: location}
         else:
-            paths = sorted(tf.io.gfile.glob(os.path.join(location, "*.npy")))
+            paths = files.glob(os.path.join(location, "*.npy"))
             self._files = {os.path.basename(path)[:-4]: path for path in paths}
         if not self._files:
             raise ValueError(

@@ -7,10 +7,9 @@ import os
 import zlib
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist.data import files_io
 from tfdist.data.sources.features import Features
+from tfdist.storage import files
 
 NAME = "dataset.json"
 UNFINISHED = ".writing"
@@ -42,7 +41,7 @@ def read(directory: str) -> dict[str, Any] | None:
     path = os.path.join(directory, NAME)
     manifest = _read_json(path)
     if manifest is None:
-        if tf.io.gfile.exists(os.path.join(directory, UNFINISHED)):
+        if files.exists(os.path.join(directory, UNFINISHED)):
             raise ValueError(
                 f"{directory} holds an unfinished data set. Write it again: complete files are "
                 "kept."
@@ -63,10 +62,9 @@ def read(directory: str) -> dict[str, Any] | None:
 
 def _read_json(path: str) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no such file."""
-    if not tf.io.gfile.exists(path):
+    if not files.exists(path):
         return None
-    with tf.io.gfile.GFile(path, "rb") as file:
-        content = file.read()
+    content = files.read(path)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

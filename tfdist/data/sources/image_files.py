@@ -17,10 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import config
+from tfdist.data import remote_cache
 from tfdist.data.files_io import absolute, is_remote
 from tfdist.data.sources.source import Source
 from tfdist.data.sources.tables import Labels, classify, labels_of, read
 from tfdist.data.transforms import decode_image
+from tfdist.storage import files
 
 # Formats that `tf.io.decode_image` reads in every supported version of TensorFlow.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
@@ -43,8 +45,8 @@ def image_folder(
     directories are ignored. A class directory may have subdirectories. EXIF orientation is ignored.
 
     Args:
-        directory: Directory of the class directories; it may be on any file system that TensorFlow
-            supports, "gs://bucket/train".
+        directory: Directory of the class directories; it may be in an object store,
+            "s3://bucket/train".
         classes: Names of the class directories in the order of their numbers; others are ignored.
             None: all, in alphabetical order.
         labels: Whether to read labels. False: all images below `directory`, without labels, for
@@ -227,7 +229,7 @@ def imagenet(
     images = os.path.join(base, "ILSVRC", "Data", "CLS-LOC", split)
     if split == "test":
         test_list = os.path.join(base, "LOC_sample_submission.csv")
-        if check and tf.io.gfile.exists(test_list):
+        if check and files.exists(test_list):
             listed = read(test_list, ["ImageId"])
             names = [f"{image}.JPEG" for image in listed.columns[0]]
             test_paths = [os.path.join(images, name) for name in names]
@@ -260,12 +262,14 @@ def _source(
 ) -> Source:
     if channels not in (1, 3, 4):
         raise ValueError(f"channels: expected 1, 3 or 4, received {channels!r}.")
+    cached = any(map(remote_cache.is_cached, paths))
     with tf.device("CPU"):
-        files = tf.constant(paths)
+        table = tf.constant(paths)
         numbers = None if labels is None else tf.constant(labels.values)
 
     def raw(number: tf.Tensor) -> tf.Tensor:
-        return tf.io.read_file(files[number])
+        path = table[number]
+        return remote_cache.content(path) if cached else tf.io.read_file(path)
 
     def assemble(number: tf.Tensor, content: tf.Tensor) -> Any:
         x = decode_image(content, channels) if decode else content
@@ -281,7 +285,7 @@ def _source(
         None if labels is None else labels.classes,
         None if labels is None else labels.names,
         read=lambda number: assemble(number, raw(number)),
-        describe=lambda number: tf.strings.join(["file ", files[number]]),
+        describe=lambda number: tf.strings.join(["file ", table[number]]),
         labels=labels_of(labels),
         raw=raw,
         assemble=assemble,
@@ -328,8 +332,8 @@ def _check_present(
 def _names(directory: str) -> list[str] | None:
     """Return the names in a directory; None if the directory does not exist."""
     try:
-        return tf.io.gfile.listdir(directory)
-    except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError):
+        return files.list_dir(directory)
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -355,7 +359,7 @@ def _list(
         elif name.lower().endswith(extensions):
             # Not checked for being a directory: to check each file would take minutes.
             images.append(os.path.join(directory, name))
-        elif entry != name or tf.io.gfile.isdir(os.path.join(directory, name)):
+        elif entry != name or files.is_dir(os.path.join(directory, name)):
             subdirectories.append(name)
         else:
             ignored[os.path.splitext(name)[1].lower() or "without extension"] += 1

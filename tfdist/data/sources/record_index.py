@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from tfdist.data import files_io
+from tfdist.storage import files
 
 SUFFIX = ".tfdist-index"
 _VERSION = 2
@@ -79,7 +79,7 @@ def open_indexes(
     if index_dir is not None:
         index_dir = files_io.absolute(index_dir)
         try:
-            tf.io.gfile.makedirs(index_dir)
+            files.make_dirs(index_dir)
         except files_io.CANNOT_WRITE as error:
             raise ValueError(
                 f"index_dir={index_dir!r} cannot be made: {error}. Name a directory that can be "
@@ -154,15 +154,15 @@ def _open(path: str, compression: str, index_dir: str | None) -> tuple[Index, bo
 
 
 def _stamp(path: str) -> tuple[int, int]:
-    """Return the size in bytes and the modification time in nanoseconds."""
+    """Return the size in bytes and the modification time in nanoseconds, or a version."""
     try:
-        stat = tf.io.gfile.stat(path)
-    except tf.errors.NotFoundError:
+        stat = files.stat(path)
+    except FileNotFoundError:
         raise ValueError(f"{path}: no such file. Correct the path.") from None
-    if stat.is_directory:
-        raise ValueError(f"{path} is a directory; expected a TFRecord file.")
-    # TensorFlow rounds the time of a local file to seconds.
-    return stat.length, stat.mtime_nsec if files_io.is_remote(path) else os.stat(path).st_mtime_ns
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a directory; expected a TFRecord file.") from None
+    version = stat.version if stat.version.isdigit() else zlib.crc32(stat.version.encode())
+    return stat.size, int(version)
 
 
 def _index_path(path: str, directory: str | None) -> str:
@@ -178,8 +178,7 @@ def _index_path(path: str, directory: str | None) -> str:
 def _read(path: str, stamp: tuple[int, int], index_path: str) -> Index | None:
     """Return the index saved at a path; None if it is missing, damaged or of an older file."""
     try:
-        with tf.io.gfile.GFile(index_path, "rb") as file:
-            first, _, content = file.read().partition(b"\n")
+        first, _, content = files.read(index_path).partition(b"\n")
         header = json.loads(first)
         crc = header.pop("crc32")
         if (
@@ -196,7 +195,6 @@ def _read(path: str, stamp: tuple[int, int], index_path: str) -> Index | None:
         )
     except (
         OSError,
-        tf.errors.OpError,
         ValueError,
         KeyError,
         TypeError,
@@ -248,7 +246,7 @@ def build(path: str, compression: str = "auto") -> Index:
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[Any]:
     if files_io.is_remote(path):
-        with tf.io.gfile.GFile(path, "rb") as file:
+        with files.open_read(path) as file:
             yield file
     else:
         # TensorFlow's own file reads half a megabyte at each offset.

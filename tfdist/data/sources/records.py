@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data import files_io
+from tfdist.data import files_io, remote_cache
 from tfdist.data.batch_rows import plain
 from tfdist.data.sources import dataset_file
 from tfdist.data.sources.features import Features
 from tfdist.data.sources.record_index import SUFFIX, Index, open_indexes
 from tfdist.data.sources.source import Source
+from tfdist.storage import files as storage
 
 ACCESS = ("auto", "random", "stream")
 # Replaces an unreadable record of a stream, so that the records after it keep their numbers.
@@ -47,7 +48,8 @@ def records(
     Args:
         files: Record files. A pattern such as "train-*.tfrecord": its files in alphabetical order.
             A directory: its files with "tfrecord" in their names. Or a list of files and patterns,
-            in the given order. Paths are paths of `tf.io.gfile`.
+            in the given order. Files of object stores are read through a local cache, see
+            `tfdist.data.remote_cache`.
         features: Mapping from the name of each feature in the stored `tf.train.Example` to its
             declaration: "image" (a JPEG, PNG, GIF or BMP file, decoded to uint8 `[height, width,
             3]`), "image[224,224,1]", "int64", "float32[28,28]", "string[?]" (a size that differs
@@ -120,6 +122,8 @@ def records(
             f'access="random": {compressed} is compressed and can only be read from its '
             'beginning. Pass access="stream", or write the data set without compression.'
         )
+    if access == "random" and remote_cache.is_cached(paths[0]):
+        remote_cache.of_environment().check_fits(paths)
     if parsed is not None:
         check_features(parsed, indexes)
     source = of_indexes(
@@ -150,16 +154,16 @@ def find(files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     patterns = [files] if isinstance(files, str | os.PathLike) else list(files)
     paths: list[str] = []
     for pattern in map(files_io.absolute, patterns):
-        if tf.io.gfile.isdir(pattern):
+        if storage.is_dir(pattern):
             matches = _of_directory(pattern)
-        elif tf.io.gfile.exists(pattern):
+        elif storage.exists(pattern):
             matches = [pattern]
         else:
-            matches = sorted(
+            matches = [
                 path
-                for path in tf.io.gfile.glob(pattern)
-                if not _is_tfdist_file(path) and not tf.io.gfile.isdir(path)
-            )
+                for path in storage.glob(pattern)
+                if not _is_tfdist_file(path) and not storage.is_dir(path)
+            ]
         if not matches:
             raise ValueError(
                 f"files: expected TFRecord files; found none at {pattern}. Correct the path or "
@@ -184,10 +188,9 @@ def _of_directory(directory: str) -> list[str]:
     manifest = dataset_file.read(directory)
     if manifest is not None:
         return [os.path.join(directory, shard["file"]) for shard in manifest["shards"]]
-    names = sorted(tf.io.gfile.listdir(directory))
     return [
         os.path.join(directory, name)
-        for name in names
+        for name in storage.list_dir(directory)
         if "tfrecord" in name.lower() and not _is_tfdist_file(name)
     ]
 
@@ -237,7 +240,10 @@ def check_features(features: Features, indexes: Sequence[Index]) -> None:
     ):
         location = f"{index.path}, {'record 0' if index.compression else 'byte 0'}"
         try:
-            first = next(iter(tf.data.TFRecordDataset(index.path, index.compression).take(1)))
+            path = index.path
+            if remote_cache.is_cached(path):
+                path = remote_cache.of_environment().path(path)
+            first = next(iter(tf.data.TFRecordDataset(path, index.compression).take(1)))
         except tf.errors.OpError as error:
             raise ValueError(
                 f"{location}: corrupt: {error.message}. Write or copy the file again."
@@ -279,6 +285,7 @@ def of_indexes(
             scan=table.scan,
             lengths=lengths,
             decode=lambda stored: decode(_readable(stored)),
+            fetch=table.fetch if table.cached else None,
         )
     else:
         source = Source(
@@ -310,6 +317,7 @@ class _Table:
         buffer: Number of bytes that a stream reads at a time.
         order: Numbers of the records in the order of the examples, int64 `[records]`, see
             `of_indexes`.
+        cached: Whether files are read through the cache of remote files.
     """
 
     paths: tf.Tensor
@@ -318,6 +326,7 @@ class _Table:
     offsets: tf.Tensor
     buffer: int
     order: tf.Tensor | None
+    cached: bool
 
     @classmethod
     def of(cls, indexes: Sequence[Index], order: np.ndarray | None) -> _Table:
@@ -325,6 +334,12 @@ class _Table:
             np.zeros(index.records, np.int64) if index.compression else index.offsets
             for index in indexes
         ] + [np.zeros(1, np.int64)]
+        cached = [remote_cache.is_cached(index.path) for index in indexes]
+        if any(cached) and not all(cached):
+            raise ValueError(
+                f"files: expected all in object stores or none; received {indexes[0].path} and "
+                f"{indexes[cached.index(not cached[0])].path}. Make two sources of them."
+            )
         remote = any(files_io.is_remote(index.path) for index in indexes)
         with tf.device("CPU"):
             return cls(
@@ -332,9 +347,15 @@ class _Table:
                 tf.constant([index.compression for index in indexes]),
                 tf.constant(np.cumsum([index.records for index in indexes]), tf.int64),
                 tf.constant(np.concatenate(offsets), tf.int64),
-                _REMOTE_BUFFER if remote else _STREAM_BUFFER,
+                _REMOTE_BUFFER if remote and not any(cached) else _STREAM_BUFFER,
                 None if order is None else tf.constant(order, tf.int64),
+                any(cached),
             )
+
+    def fetch(self, file: tf.Tensor) -> tf.Tensor:
+        """Fetch a file into the cache of remote files; return its number."""
+        with tf.control_dependencies([remote_cache.local(self.paths[file])]):
+            return tf.identity(file)
 
     @plain
     def record(self, number: tf.Tensor) -> tf.Tensor:
@@ -414,8 +435,9 @@ class _Table:
 
         With a buffer of 0, each read fetches only the bytes that it needs.
         """
+        path = self.paths[file]
         variant = tf.raw_ops.TFRecordDatasetV2(
-            filenames=self.paths[file],
+            filenames=remote_cache.local(path) if self.cached else path,
             compression_type=self.compressions[file],
             buffer_size=tf.constant(buffer, tf.int64),
             byte_offsets=offset,

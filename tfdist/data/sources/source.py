@@ -20,7 +20,8 @@ class Source:
 
     Exactly one way of reading is set: `gather` (examples in memory), `read` (one by one), `scan`
     (file after file) or `walk` (all, from the first to the last). The functions of the first three
-    are graphs without Python code, so that other processes can run them too.
+    are graphs without Python code, so that other processes can run them too, unless the files are
+    in an object store.
 
     Attributes:
         name: Name for messages, such as "mnist[train]".
@@ -33,6 +34,8 @@ class Source:
         scan: Function from file, first example in it and count, int64 scalars, to a dataset of
             these examples as they are stored.
         lengths: Number of examples of each file, with `scan`.
+        fetch: Function that fetches a file from a remote store ahead of `scan`; it returns its
+            argument, the file.
         decode: Function from a stored example, a string scalar, to the example, with `scan`.
         walk: Function that makes a dataset of all examples.
         describe: Function from a number to the place where the example is stored, a string scalar,
@@ -57,6 +60,7 @@ class Source:
     )
     lengths: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
     decode: Callable[[tf.Tensor], Any] | None = dataclasses.field(default=None, repr=False)
+    fetch: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
     walk: Callable[[], tf.data.Dataset] | None = dataclasses.field(default=None, repr=False)
     describe: Callable[[tf.Tensor], tf.Tensor] | None = dataclasses.field(default=None, repr=False)
     labels: Callable[[], np.ndarray] | None = dataclasses.field(default=None, repr=False)

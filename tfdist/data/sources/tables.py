@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.data.files_io import absolute
 from tfdist.data.sources.source import Source, check_labels
+from tfdist.storage import files
 
 _TYPES = ("int64", "float32", "string")
 
@@ -318,11 +319,10 @@ def labels_of(labels: Labels | None) -> Any:
 
 def _text(path: str) -> str:
     try:
-        with tf.io.gfile.GFile(path, "rb") as file:
-            return file.read().decode("utf-8-sig")
-    except tf.errors.NotFoundError:
+        return files.read(path).decode("utf-8-sig")
+    except FileNotFoundError:
         raise ValueError(f"{path}: no such file. Correct the path.") from None
-    except tf.errors.FailedPreconditionError:
+    except (IsADirectoryError, NotADirectoryError):
         raise ValueError(f"{path}: expected a file, received a directory.") from None
     except UnicodeDecodeError as error:
         raise ValueError(

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from tfdist.data.sources import dataset_file
 from tfdist.data.sources.record_index import FRAME
 from tfdist.data.sources.source import Source
 from tfdist.data.writing.encode import Encoder
+from tfdist.storage import files
 
 _REPORT_EVERY = 1000  # examples between two calls of `progress`
 
@@ -157,8 +159,8 @@ class Shards:
         final = [os.path.join(self.directory, entry["file"]) for entry in entries]
         for number, path in enumerate(final):
             part = self._part(number)
-            if tf.io.gfile.exists(part):  # else an earlier call has moved it
-                tf.io.gfile.rename(part, path, overwrite=True)
+            if files.exists(part):  # else an earlier call has moved it
+                files.rename(part, path)
         return final
 
     def _records(self, ranges: Sequence[tuple[int, int | None]]) -> Iterator[bytes]:
@@ -202,6 +204,29 @@ class Shards:
     ) -> dict[str, Any]:
         """Write one file, of the expected records or up to its limit, and its entry."""
         path = self._part(number)
+        if files.through_fsspec(path):  # TensorFlow cannot write there
+            with tempfile.TemporaryDirectory(prefix="tfdist-upload-") as directory:
+                local = os.path.join(directory, os.path.basename(path))
+                count = self._write_file(local, number, records, expected, limit, stop)
+                with writable(self.directory):
+                    files.upload(local, path)
+        else:
+            count = self._write_file(path, number, records, expected, limit, stop)
+        entry = {"examples": count, "bytes": files.stat(path).size, "sha256": sha256(path)}
+        with writable(self.directory):
+            dataset_file.write_checked(self._part(number, "json"), entry)
+        return entry
+
+    def _write_file(
+        self,
+        path: str,
+        number: int,
+        records: Iterable[bytes],
+        expected: int | None,
+        limit: float,
+        stop: threading.Event | None,
+    ) -> int:
+        """Write one file, and return its number of records."""
         count = 0
         size = 0
         with writable(self.directory):
@@ -226,10 +251,7 @@ class Shards:
                 f"{count}. The source has fewer examples than its cardinality, "
                 f"{self.source.cardinality}."
             )
-        entry = {"examples": count, "bytes": tf.io.gfile.stat(path).length, "sha256": sha256(path)}
-        with writable(self.directory):
-            dataset_file.write_checked(self._part(number, "json"), entry)
-        return entry
+        return count
 
     def _complete_entry(self, number: int, total: int | None) -> dict[str, Any] | None:
         """Return the entry of a complete file of an earlier call.
@@ -244,11 +266,11 @@ class Shards:
         if entry is None:
             return None
         path = self._part(number)
-        if total is not None and not tf.io.gfile.exists(path):
+        if total is not None and not files.exists(path):
             path = os.path.join(self.directory, self._name(number, total))
         if (
-            not tf.io.gfile.exists(path)
-            or tf.io.gfile.stat(path).length != entry["bytes"]
+            not files.exists(path)
+            or files.stat(path).size != entry["bytes"]
             or sha256(path) != entry["sha256"]
         ):
             return None
@@ -406,7 +428,7 @@ def writable(directory: str) -> Iterator[None]:
 def sha256(path: str) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with tf.io.gfile.GFile(path, "rb") as file:
+    with files.open_read(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

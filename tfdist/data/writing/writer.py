@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist.data import files_io
 from tfdist.data.sources import dataset_file
@@ -31,6 +30,7 @@ from tfdist.data.writing.record_shards import (
     sha256,
     writable,
 )
+from tfdist.storage import files
 
 # Seconds to wait for another process that writes the same dataset and makes no progress.
 STALLED_S = 600.0
@@ -97,12 +97,12 @@ def write(
     plan = _plan(source, encoder, sample, shard_bytes, compression or "")
     writing = os.path.join(directory, dataset_file.UNFINISHED)
     with contextlib.ExitStack() as locks:
-        if not tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME)):
+        if not files.exists(os.path.join(directory, dataset_file.NAME)):
             _check_no_records(directory)
             with writable(directory):
-                tf.io.gfile.makedirs(writing)
+                files.make_dirs(writing)
             _acquire_lock(locks, directory)
-        if tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME)):
+        if files.exists(os.path.join(directory, dataset_file.NAME)):
             manifest = dataset_file.read(directory)
             assert manifest is not None
             _check_same(directory, manifest, plan)
@@ -245,14 +245,12 @@ def _plan(
 # --- Directory -----------------------------------------------------------------------------------
 def _check_no_records(directory: str) -> None:
     """Raise ValueError if the directory holds records of no unfinished dataset."""
-    if tf.io.gfile.isdir(directory) and not tf.io.gfile.exists(
+    if files.is_dir(directory) and not files.exists(
         os.path.join(directory, dataset_file.UNFINISHED)
     ):
-        others = sorted(
-            name for name in tf.io.gfile.listdir(directory) if "tfrecord" in name.lower()
-        )
+        others = sorted(name for name in files.list_dir(directory) if "tfrecord" in name.lower())
         # Another process may have finished just now.
-        finished = tf.io.gfile.exists(os.path.join(directory, dataset_file.NAME))
+        finished = files.exists(os.path.join(directory, dataset_file.NAME))
         if others and not finished:
             raise ValueError(
                 f"directory={directory!r} already holds records, such as {others[0]}. Name another "
@@ -311,12 +309,12 @@ def _check_same(directory: str, existing: dict[str, Any], plan: dict[str, Any]) 
 def _check_sizes(directory: str, manifest: dict[str, Any]) -> None:
     for shard in manifest["shards"]:
         path = os.path.join(directory, shard["file"])
-        if not tf.io.gfile.exists(path):
+        if not files.exists(path):
             raise ValueError(
                 f"{path}: missing. Copy it again, or delete the directory and write the data set "
                 "again."
             )
-        size = tf.io.gfile.stat(path).length
+        size = files.stat(path).size
         if size != shard["bytes"]:
             raise ValueError(
                 f"{path}: damaged: expected {shard['bytes']} bytes, received {size}. Copy it again "
@@ -358,7 +356,7 @@ def _finish(directory: str, plan: dict[str, Any], shards: Shards, workers: int) 
         dataset_file.write(
             directory, {"examples": examples, **{key: plan[key] for key in keys}, "shards": entries}
         )
-        tf.io.gfile.rmtree(os.path.join(directory, dataset_file.UNFINISHED))
+        files.remove_tree(os.path.join(directory, dataset_file.UNFINISHED))
     manifest = dataset_file.read(directory)
     assert manifest is not None
     return manifest

@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from tfdist.storage import files as storage
+from tfdist.storage.store_errors import UnusableStore
 from tfdist.tools.common import subprocesses
 from tfdist.tools.doctor import trial
 from tfdist.tools.doctor.file_systems import WriteTest, is_remote, missing, token_name
@@ -61,14 +63,17 @@ def main(argv: list[str]) -> None:
 
 
 def try_directory(path: str) -> WriteTest:
-    """Test that TensorFlow can write, rename, read and remove a file in a directory.
+    """Test that a file in a directory can be written, renamed, read and removed.
 
-    A directory that was created for the test stays, unless it is local. TensorFlow can remove
-    directories only with everything in them.
+    In an object store that tfdist writes through fsspec, nothing is renamed: files are whole there.
+    The others are tried through TensorFlow. A directory that was created for the test stays, unless
+    it is local. TensorFlow can remove directories only with everything in them.
 
     Args:
         path: Directory, such as "gs://bucket/runs"; it need not exist.
     """
+    if storage.through_fsspec(path):
+        return _try_store(path)
     import tensorflow as tf
 
     files = tf.io.gfile
@@ -101,6 +106,26 @@ def try_directory(path: str) -> WriteTest:
         for directory in made:
             with contextlib.suppress(OSError):  # somebody else writes there already
                 os.rmdir(directory)
+
+
+def _try_store(path: str) -> WriteTest:
+    target = f"{path.rstrip('/')}/{token_name()}"
+    step = "looking for the bucket"
+    try:
+        storage.make_dirs(path)
+        step = "writing a file"
+        if storage.can_create(path):
+            storage.create(target, b"old")
+        step = "replacing a file"
+        storage.write_whole(target, b"new")
+        step = "reading it back"
+        if (content := storage.read(target)) != b"new":
+            return WriteTest(path, error=f"{step}: expected what was written, got {content[:20]!r}")
+        return WriteTest(path)
+    except (OSError, UnusableStore) as error:
+        return WriteTest(path, error=f"{step}: {str(error)[:300]}")
+    finally:
+        storage.remove(target)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 from tfdist.runtime.formatting import TIMES
 from tfdist.telemetry.step_records import PARTS
 from tfdist.tools.bench.results import FILE, KINDS, Setup
-from tfdist.tools.report.files import Reader, number, section
+from tfdist.tools.report.run_files import Reader, number, section
 
 SCALING, PREDICT, ALLREDUCE = KINDS
 

@@ -12,9 +12,9 @@ from tfdist.runtime.formatting import NOTHING, counted, duration, figure, moment
 from tfdist.telemetry.step_records import per_step
 from tfdist.tools.recovery import FaultReport
 from tfdist.tools.report import curves, step_figures, timeline
-from tfdist.tools.report.files import section
 from tfdist.tools.report.page import Chapter, Section, Table, Tile, drawn
 from tfdist.tools.report.read import TRAINING, VALIDATION, Curve, Launch, Run
+from tfdist.tools.report.run_files import section
 
 _METRICS = 12  # most metrics that are plotted
 _FAULTS = 60  # most rows in a table of faults

@@ -15,7 +15,7 @@ from tfdist.telemetry.step_records import Window
 from tfdist.tools.bench.results import FILE
 from tfdist.tools.recovery import Recovery, read_recovery
 from tfdist.tools.report import tensorboard_events
-from tfdist.tools.report.files import Reader, number, section
+from tfdist.tools.report.run_files import Reader, number, section
 
 TRAINING = "training"
 VALIDATION = "validation"

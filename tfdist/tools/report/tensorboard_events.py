@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tfdist.tools.report.files import Reader
+from tfdist.tools.report.run_files import Reader
 
 PATTERN = "*tfevents*"
 # A record starts with its length and a checksum of the length, and ends with one of its data.

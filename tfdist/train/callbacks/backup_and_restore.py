@@ -123,6 +123,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             given.callbacks[:] = callbacks
         else:
             call["kwargs"]["callbacks"] = callbacks
+        log_files.check_places(callbacks)
         engine = FitWithoutStrategy(model, call, lambda: self._epoch)
         with contextlib.ExitStack() as after:
             after.callback(log_files.leave, callbacks)

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat import engine_of
+from tfdist.storage import files
 from tfdist.telemetry import contact_sheet
 
 _COLUMNS = 4  # TensorBoard shows an image about 350 pixels wide
@@ -52,6 +53,11 @@ class ImageSamples(keras.callbacks.Callback):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a number, 1 or more; received {value!r}.")
         self.directory = os.path.join(log_dir, *([run] if run is not None else []), "validation")
+        if not files.tensorflow_writes(self.directory):
+            raise ValueError(
+                f"tfdist.ImageSamples: TensorFlow cannot write event files to {self.directory!r}. "
+                "Pass a local log_dir."
+            )
         self.images, self.labels = _first(data, count, classes)
         self.classes = classes
         self.every = every

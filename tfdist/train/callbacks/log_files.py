@@ -6,20 +6,23 @@ snapshot recorded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.data import files_io
 from tfdist.keras_compat import leave_summaries, log_writers
+from tfdist.storage import files
 
 NEVER = 2**62  # steps
 _EVENTS = "events.out.tfevents."
 # Suffix of the event files that tfdist's TensorBoard callback adds to Keras' own.
 SPEED_SUFFIX = ".speed"
+# Directories of the chief's event files, and how the names of the files end.
+_DIRECTORIES = (("train", ""), ("validation", ""), ("worker-0", SPEED_SUFFIX))
 _FREQUENCIES = (
     (keras.callbacks.TensorBoard, "update_freq"),
     (keras.callbacks.ModelCheckpoint, "save_freq"),
@@ -40,9 +43,12 @@ def sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, 
     boards = _boards(callbacks)
     for writer in _writers(boards):
         writer.flush()
+    for board in boards:
+        if mirror := getattr(board, "mirror", None):
+            mirror.push()
     return {
-        board.log_dir: {
-            name: tf.io.gfile.stat(os.path.join(board.log_dir, name)).length
+        _place(board): {
+            name: files.stat(os.path.join(board.log_dir, name)).size
             for name in _event_files(board.log_dir)
         }
         for board in boards
@@ -61,14 +67,21 @@ def rewind(
         recorded: Sizes that `sizes` returned.
         callbacks: Callbacks of the resumed training, before they write.
     """
-    for log_dir in {board.log_dir for board in _boards(callbacks)} & recorded.keys():
+    boards = {_place(board): board for board in _boards(callbacks)}
+    for place in boards.keys() & recorded.keys():
+        log_dir = boards[place].log_dir
+        mirror = getattr(boards[place], "mirror", None)
+        if mirror is not None:
+            mirror.pull(*(directory for directory, _ in _DIRECTORIES))
         for name in _event_files(log_dir):
             path = os.path.join(log_dir, name)
-            size = recorded[log_dir].get(name)
+            size = recorded[place].get(name)
             if size is None:
-                tf.io.gfile.remove(path)
-            elif size < tf.io.gfile.stat(path).length:
+                files.remove(path)
+            elif size < files.stat(path).size:
                 _truncate(path, size)
+        if mirror is not None:
+            mirror.push()
 
 
 def close(callbacks: Iterable[keras.callbacks.Callback]) -> None:
@@ -84,9 +97,35 @@ def close(callbacks: Iterable[keras.callbacks.Callback]) -> None:
 
 
 def leave(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Restore the default summary settings that TensorBoard changed when training began."""
+    """Restore the default summary settings that TensorBoard changed when training began.
+
+    Event files of a fit that failed are uploaded, if they belong to an object store.
+    """
     for board in reversed(_boards(callbacks)):
         leave_summaries(board)
+        if mirror := getattr(board, "mirror", None):
+            for writer in _writers([board]):
+                with contextlib.suppress(RuntimeError):  # it is closed
+                    writer.flush()
+            mirror.push()
+
+
+def check_places(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    """Raise ValueError if TensorFlow is to write event files where it cannot.
+
+    Args:
+        callbacks: Callbacks of a fit.
+
+    Raises:
+        ValueError: If a Keras TensorBoard callback has such a `log_dir`.
+    """
+    for board in _boards(callbacks):
+        place = os.fspath(board.log_dir)
+        if not files.tensorflow_writes(place):
+            raise ValueError(
+                f"TensorBoard(log_dir={place!r}): TensorFlow cannot write event files there. Use "
+                "tfdist.TensorBoard, which writes them to a local directory and uploads them."
+            )
 
 
 def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]:
@@ -96,7 +135,7 @@ def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]
         if getattr(table, "csv_file", None) is not None and not table.csv_file.closed:
             table.csv_file.flush()
         sizes[table.filename] = (
-            tf.io.gfile.stat(table.filename).length if tf.io.gfile.exists(table.filename) else 0
+            files.stat(table.filename).size if files.exists(table.filename) else 0
         )
     return sizes
 
@@ -111,9 +150,9 @@ def rewind_tables(
         callbacks: Callbacks of the resumed training, before they write.
     """
     for table in _tables(callbacks):
-        if table.filename not in recorded or not tf.io.gfile.exists(table.filename):
+        if table.filename not in recorded or not files.exists(table.filename):
             continue
-        if recorded[table.filename] < tf.io.gfile.stat(table.filename).length:
+        if recorded[table.filename] < files.stat(table.filename).size:
             _truncate(table.filename, recorded[table.filename])
         table.append = True  # else CSVLogger would overwrite the rows of earlier epochs
 
@@ -157,6 +196,12 @@ class SuspendedFrequencies:
             setattr(callback, name, value)
 
 
+def _place(board: keras.callbacks.TensorBoard) -> str:
+    """Return the directory of a callback's logs as the user named it."""
+    mirror = getattr(board, "mirror", None)
+    return board.log_dir if mirror is None else mirror.url
+
+
 def _boards(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.TensorBoard]:
     return [callback for callback in callbacks if isinstance(callback, keras.callbacks.TensorBoard)]
 
@@ -180,12 +225,12 @@ def _event_files(log_dir: str) -> list[str]:
     Other files of `worker-0`, and the files of other workers, do not belong to these callbacks.
     """
     names = []
-    for part, end in (("train", ""), ("validation", ""), ("worker-0", SPEED_SUFFIX)):
+    for part, end in _DIRECTORIES:
         directory = os.path.join(log_dir, part)
-        if tf.io.gfile.isdir(directory):
+        if files.is_dir(directory):
             names += [
                 os.path.join(part, name)
-                for name in tf.io.gfile.listdir(directory)
+                for name in files.list_dir(directory)
                 if name.startswith(_EVENTS) and name.endswith(end)
             ]
     return names
@@ -195,6 +240,6 @@ def _truncate(path: str, size: int) -> None:
     if not files_io.is_remote(path):
         os.truncate(path, size)
         return
-    with tf.io.gfile.GFile(path, "rb") as file:
+    with files.open_read(path) as file:
         content = file.read(size)
     files_io.write_whole(path, content)

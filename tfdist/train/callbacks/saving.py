@@ -27,6 +27,7 @@ def backing(
         writes: Whether this process writes the snapshots.
         first_epoch: Epoch at which the fit starts if there is no snapshot.
     """
+    log_files.check_places(callbacks)
     backups = _backups(callbacks)
     for callback in backups:
         callback.prepare(callbacks, writes, first_epoch)

@@ -11,7 +11,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.config import nearest, step_range
-from tfdist.keras_compat import engine_of
+from tfdist.keras_compat import engine_of, log_writers
+from tfdist.storage import files
+from tfdist.storage.mirror import Mirror
 from tfdist.telemetry import hparams as hparams_tab
 from tfdist.telemetry.layout import worker_name
 from tfdist.train.callbacks.log_files import SPEED_SUFFIX
@@ -73,6 +75,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
                 f"{nearest(str(profile_workers), WORKERS)}"
             )
         self.root_dir = os.path.join(log_dir, run) if run is not None else os.fspath(log_dir)
+        self.name = os.path.basename(os.path.abspath(self.root_dir))
+        # TensorFlow writes event files, but not in most stores. They are written here and uploaded,
+        # also to gs:// if gcsfs is installed, so that all files there have the same credentials.
+        self.mirror = Mirror(self.root_dir) if files.through_fsspec(self.root_dir) else None
+        if self.mirror is not None:
+            self.root_dir = self.mirror.local
         super().__init__(
             log_dir=self.root_dir, **{"write_graph": graph, "histogram_freq": histograms, **kwargs}
         )
@@ -103,7 +111,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
             )
             hparams_tab.begin(
                 self._settings_writer,
-                os.path.basename(os.path.abspath(self.root_dir)),
+                self.name,
                 self.hparams,
             )
         self._graph_due = self.write_graph and not self.follows
@@ -119,6 +127,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
             hparams_tab.end(self._settings_writer)
             self._settings_writer.close()
             self._settings_writer = None
+        self.push()
+
+    def push(self) -> None:
+        """Upload event files that have changed, if `log_dir` is in an object store."""
+        if self.mirror is not None:
+            self.mirror.push()
 
     def on_epoch_begin(self, epoch, logs=None):
         """See `keras.callbacks.Callback`."""
@@ -145,6 +159,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
         if self._graph_due:
             self._graph_due = False
             self._write_operations()
+        self._write_speed(epoch)
+        if self.mirror is not None:
+            for writer in (*self.own_writers, *log_writers(self).values()):
+                writer.flush()
+            self.push()
+
+    def _write_speed(self, epoch: int) -> None:
         done = {name: value - self._before.get(name, 0) for name, value in self._stats().items()}
         if not done.get("steps"):
             return

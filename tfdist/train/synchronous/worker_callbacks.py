@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 from tfdist.keras_compat import profiles
+from tfdist.storage import files
 from tfdist.train.callbacks.backup_and_restore import BackupAndRestore, in_order
 from tfdist.train.callbacks.metrics_log import Log
 from tfdist.train.callbacks.tensorboard import TensorBoard
@@ -97,8 +97,8 @@ def make_directories(callbacks: Iterable[keras.callbacks.Callback]) -> None:
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and (
             directory := os.path.dirname(callback.filepath.partition("{")[0])
         ):
-            with contextlib.suppress(tf.errors.OpError):  # Keras raises it again when it writes
-                tf.io.gfile.makedirs(directory)
+            with contextlib.suppress(OSError):  # Keras raises it again when it writes
+                files.make_dirs(directory)
 
 
 def is_progress_bar(callback) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.tools.report import tensorboard_events
-from tfdist.tools.report.files import Reader
+from tfdist.tools.report.run_files import Reader
 
 
 def test_no_flipped_bit_changes_a_curve(tmp_path):
