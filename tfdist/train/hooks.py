@@ -197,6 +197,16 @@ class Hooks:
         """Update a `keras.metrics.Mean`."""
         return keras_method(metric, *args, **kwargs)
 
+    def all_reduce_in_replica(
+        self, tf_method: Callable, context: Any, reduce_op, value, options=None
+    ):
+        """Reduce values over all replicas."""
+        return tf_method(context, reduce_op, value, options)
+
+    def all_gather_in_replica(self, tf_method: Callable, context: Any, value, axis, options=None):
+        """Concatenate values of all replicas."""
+        return tf_method(context, value, axis, options)
+
 
 def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a Keras method by name, with defaults.

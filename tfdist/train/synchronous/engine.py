@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import copies, holder_of, leave_scope
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -300,6 +301,18 @@ class Engine(Hooks):
     def update_mean(self, keras_method: Callable, metric, *args, **kwargs):
         """See `replica_step.update_mean`."""
         return replica_step.update_mean(keras_method, metric, *args, **kwargs)
+
+    def all_reduce_in_replica(
+        self, tf_method: Callable, context: Any, reduce_op, value, options=None
+    ):
+        """Reduce values over all replicas, with gradients as a step needs them."""
+        return across_replicas(lambda x: tf_method(context, reduce_op, x, options), value)
+
+    def all_gather_in_replica(self, tf_method: Callable, context: Any, value, axis, options=None):
+        """Concatenate values of all replicas, with gradients as a step needs them."""
+        if any(getattr(x, "shape", [0])[axis] is None for x in tf.nest.flatten(value)):
+            gradient_sum.leave_loop()
+        return across_replicas(lambda x: tf_method(context, x, axis, options), value)
 
     @property
     def is_chief(self) -> bool:  # type: ignore[override]

@@ -463,12 +463,16 @@ class Runner:
     def _replicas(self, batch: Batch, even: bool):
         """Run one step on all replicas, and return what `StepLogs` returns on each."""
         jit = bool(self.model.jit_compile) and not self.model.run_eagerly
+        policy = self._strategy.tfdist_engine.exchange_of(self.model).policy
+        combine = getattr(policy, "combine", "sum")  # local SGD: each replica's own mean
 
         def on_replica(batch):
             step: Callable = self._step_logs
             if jit:
                 step = tf.function(step, jit_compile=True, autograph=False)
-            others, logs = run_replica(step, self.model, batch, self._placement, self._host, even)
+            others, logs = run_replica(
+                step, self.model, batch, self._placement, self._host, even, combine
+            )
             end_of_step(local_replica(self._placement), logs)
             return others, logs
 

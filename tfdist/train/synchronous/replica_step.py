@@ -24,7 +24,7 @@ from tfdist.keras_compat import (
     scale_loss_for_distribution,
 )
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.replica_weight import step_weight, weighted_step
+from tfdist.parallel.replica_weight import Weight, step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
 
 # Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
@@ -32,7 +32,13 @@ _SEED_STRIDE = 104_729
 
 
 def run_replica(
-    step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool
+    step: Callable,
+    model: keras.Model,
+    batch: Batch,
+    placement: Placement,
+    host: str,
+    even: bool,
+    combine: Any = "mean",
 ) -> Any:
     """Run `step` on this replica's rows; called in replica context.
 
@@ -43,6 +49,7 @@ def run_replica(
         placement: Numbers of workers and replicas.
         host: CPU device name.
         even: Whether all replicas are known to have the same number of rows.
+        combine: `combine` of the `tfdist.sync.Gradients` policy of the step.
 
     Returns:
         The result of `step`.
@@ -54,12 +61,13 @@ def run_replica(
     local = local_replica(placement)
     data = replica_rows(batch, local, placement, host)
     if even:
-        with weighted_step(1.0 / placement.replicas), _own_seeds(model, replica, local):
+        weight: Weight = 1.0 / placement.replicas
+        with weighted_step(weight, combine), _own_seeds(model, replica, local):
             return step(data)
     rows = count_rows(data)
     total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
     weight = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
-    with weighted_step(weight), _own_seeds(model, replica, local):
+    with weighted_step(weight, combine), _own_seeds(model, replica, local):
         with _unchanged_if(tf.equal(rows, 0), model, local):
             return step(data)
 

@@ -487,6 +487,82 @@ def test_rows_that_depend_on_each_other_are_gathered(one_device, mirrored):
         assert ones[0]["loss"][1] < ones[0]["loss"][0]
 
 
+class Centered(keras.layers.Layer):
+    """Subtract the mean of all rows, which each replica makes of sums over all replicas."""
+
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        sums = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], x.dtype)
+        if context is not None:
+            sums = context.all_reduce("SUM", sums)
+        return x - sums[0] / sums[1]
+
+
+class GatheredPeak(keras.layers.Layer):
+    """Divide by one plus the largest square among all rows."""
+
+    def call(self, x):
+        return x / (1.0 + ops.max(ops.square(tfdist.all_gather_rows(x)), 0))
+
+
+class AddedLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.5 * ops.mean(ops.square(x)))
+        return x
+
+
+def with_collectives(cls=keras.Model):
+    """Return a model in whose forward pass replicas meet several times, between its losses."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    x = keras.layers.Dense(5, activity_regularizer="l2")(inputs)
+    x = keras.layers.BatchNormalization(synchronized=True)(AddedLoss()(x))
+    x = GatheredPeak()(keras.layers.Dense(5, activity_regularizer="l1")(x))
+    x = keras.layers.Dense(4, "tanh")(Centered()(AddedLoss()(x)))
+    return cls(inputs, keras.layers.Dense(1)(x))
+
+
+def test_gradients_and_losses_are_right_where_a_model_has_collectives(one_device, mirrored):
+    """Gradients that cross replicas keep their weights, and each replica keeps its own losses."""
+
+    def trained(strategy):
+        x, y = data()
+        with strategy.scope():
+            model = with_collectives()
+            model.compile(keras.optimizers.SGD(0.1), mse(reduction="mean_with_sample_weight"))
+        rows = {"sample_weight": np.abs(x[:, 0]) + 0.1, "batch_size": 16, "verbose": 0}
+        history = model.fit(x, y, epochs=2, shuffle=False, **rows).history
+        history["test"] = model.evaluate(x, y, **rows)
+        return history, model.get_weights()
+
+    ones = trained(one_device)
+    check_equal(ones, trained(mirrored))
+    assert ones[0]["loss"][1] < ones[0]["loss"][0]
+
+
+@pytest.mark.parametrize("sync", ["sum", "replicas"])
+def test_gradients_that_cross_replicas_obey_the_policy(sync):
+    """A loss of gathered rows is the same on all replicas: its gradients are summed like them."""
+    strategy = tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1", sync=sync)
+
+    def gathered(y, prediction):
+        y, prediction = tfdist.all_gather_rows(y), tfdist.all_gather_rows(prediction)
+        return tf.reduce_mean(tf.square(y - prediction))
+
+    x, y = (array[:3] for array in data())  # 2 rows and 1
+    with strategy.scope():
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), gathered)
+    before = model.get_weights()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(y - model(x)))
+    grads = tape.gradient(loss, model.trainable_weights)
+    model.fit(x, y, batch_size=3, verbose=0)
+    factor = 2.0 if sync == "sum" else 1.0
+    for old, new, grad in zip(before, model.get_weights(), grads, strict=True):
+        np.testing.assert_allclose(new, old - 0.1 * factor * grad, rtol=1e-4, atol=1e-6)
+
+
 def test_compile_outside_of_the_scope_is_compile_inside(mirrored):
     def trained(inside):
         with mirrored.scope():
