@@ -383,6 +383,8 @@ def _replica_hooks() -> tuple[tuple[type, str, str], ...]:
         (keras.metrics.Mean, "update_state", "update_mean"),
         (tf.distribute.ReplicaContext, "all_reduce", "all_reduce_in_replica"),
         (tf.distribute.ReplicaContext, "all_gather", "all_gather_in_replica"),
+        # The class of what `tf.function` returns.
+        (type(tf.function(lambda: None)), "__call__", "call_function"),
     )
 
 
@@ -398,6 +400,20 @@ def _hook_in_replicas(owner: Any, name: str, hook: str) -> None:
         return getattr(engine, hook)(original, self, *args, **kwargs)
 
     setattr(owner, name, method)
+
+
+def is_compiled_by_xla(function: Any) -> bool:
+    """Return whether what `tf.function` returned was asked for with `jit_compile=True`."""
+    return bool(function._jit_compile)
+
+
+def python_of(function: Any) -> Callable:
+    """Return the Python function of what `tf.function` returned, converted by AutoGraph as there.
+
+    Called in a graph, it becomes a part of this graph, without a function of its own.
+    """
+    python = function.python_function
+    return tf.autograph.to_graph(python) if function._autograph else python
 
 
 def scale_loss_for_distribution(value):

@@ -207,6 +207,10 @@ class Hooks:
         """Concatenate values of all replicas."""
         return tf_method(context, value, axis, options)
 
+    def call_function(self, tf_method: Callable, function: Any, *args, **kwargs):
+        """Call what `tf.function` returned."""
+        return tf_method(function, *args, **kwargs)
+
 
 def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a Keras method by name, with defaults.

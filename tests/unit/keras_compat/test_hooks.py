@@ -223,9 +223,32 @@ def test_what_replicas_call_reaches_the_engine(two):
         context = tf.distribute.get_replica_context()
         context.all_gather(context.all_reduce("SUM", tf.ones([2])), axis=0)
         metric.update_state(1.0)
+        tf.function(lambda: tf.zeros([]))()
 
     two.run(replica)
     assert {hook for _, _, hook in keras_compat._replica_hooks()} <= set(two.tfdist_engine.asked)
+
+
+def test_the_python_of_a_function_is_that_which_it_traces():
+    class Layer:
+        @tf.function
+        def sign(self, x):
+            if x > 0:  # AutoGraph
+                return 1
+            return -1
+
+        @tf.function(jit_compile=True, autograph=False)
+        def compiled(self, x):
+            return x
+
+    layer = Layer()
+    inlined = tf.function(lambda x: keras_compat.python_of(layer.sign)(x), autograph=False)
+    graph = inlined.get_concrete_function(tf.TensorSpec([])).graph
+    assert [int(inlined(tf.constant(x))) for x in (2.0, -2.0)] == [1, -1]
+    assert not [op for op in graph.get_operations() if "PartitionedCall" in op.type]
+    assert keras_compat.python_of(layer.compiled)(3) == 3
+    assert keras_compat.is_compiled_by_xla(layer.compiled)
+    assert not keras_compat.is_compiled_by_xla(layer.sign)
 
 
 def test_each_replica_has_its_own_losses_of_layers(two):

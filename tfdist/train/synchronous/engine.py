@@ -314,6 +314,10 @@ class Engine(Hooks):
             gradient_sum.leave_loop()
         return across_replicas(lambda x: tf_method(context, x, axis, options), value)
 
+    def call_function(self, tf_method: Callable, function: Any, *args, **kwargs):
+        """See `replica_step.call_function`."""
+        return replica_step.call_function(tf_method, function, *args, **kwargs)
+
     @property
     def is_chief(self) -> bool:  # type: ignore[override]
         """Return whether this process is the chief, which writes checkpoints and logs."""

@@ -563,6 +563,54 @@ def test_gradients_that_cross_replicas_obey_the_policy(sync):
         np.testing.assert_allclose(new, old - 0.1 * factor * grad, rtol=1e-4, atol=1e-6)
 
 
+class Decorated(Trackers):
+    """A step and helpers in `tf.function`, one with Python control flow on tensors."""
+
+    @tf.function
+    def train_step(self, data):
+        if tf.shape(data[0])[0] > 100:
+            tf.print("many rows")
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.loss_of(y, prediction) + sum(self.losses)
+        self.update(tape.gradient(loss, self.trainable_weights))
+        self.track(y, prediction)
+        return {"loss": self.tracker.result(), "mae": self.error.result()}
+
+    @tf.function
+    def update(self, grads):
+        self.optimizer.apply(grads, self.trainable_weights)
+
+    @tf.function
+    def track(self, y, prediction):
+        self.tracker.update_state(sum(self.losses))  # the update has been made
+        self.error.update_state(y, prediction)
+
+
+def test_steps_and_helpers_may_be_tf_functions(one_device, mirrored):
+    ones = fitted(one_device, lambda: with_collectives(Decorated))
+    check_equal(ones, fitted(mirrored, lambda: with_collectives(Decorated)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_update_in_a_branch_is_refused(compiled, mirrored):
+    class Branch(OwnStep):
+        def train_step(self, data):
+            def update():
+                OwnStep.train_step(self, data)
+                return 0
+
+            if compiled:
+                tf.function(update, jit_compile=True)()
+            else:
+                tf.cond(self.optimizer.iterations > 0, update, lambda: 0)
+            return {}
+
+    with pytest.raises(ValueError, match=r"train_step.*tf\.cond.*gradient_accumulation_steps"):
+        fitted(mirrored, lambda: mlp(Branch))
+
+
 def test_compile_outside_of_the_scope_is_compile_inside(mirrored):
     def trained(inside):
         with mirrored.scope():
