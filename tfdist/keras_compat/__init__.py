@@ -381,6 +381,11 @@ def _replica_hooks() -> tuple[tuple[type, str, str], ...]:
     """Return classes, the name of a public method, and that of the engine's method for it."""
     return (
         (keras.metrics.Mean, "update_state", "update_mean"),
+        *(
+            # Keras' own `assign` of a variable with copies calls these.
+            (_distribute_values.DistributedVariable, name, "assign")
+            for name in ("assign", "assign_add", "assign_sub")
+        ),
         (tf.distribute.ReplicaContext, "all_reduce", "all_reduce_in_replica"),
         (tf.distribute.ReplicaContext, "all_gather", "all_gather_in_replica"),
         # The class of what `tf.function` returns.

@@ -197,6 +197,10 @@ class Hooks:
         """Update a `keras.metrics.Mean`."""
         return keras_method(metric, *args, **kwargs)
 
+    def assign(self, tf_method: Callable, variable: tf.Variable, *args, **kwargs):
+        """Assign to a variable with copies, or add to it."""
+        return tf_method(variable, *args, **kwargs)
+
     def all_reduce_in_replica(
         self, tf_method: Callable, context: Any, reduce_op, value, options=None
     ):

@@ -217,6 +217,7 @@ def test_what_replicas_call_reaches_the_engine(two):
     two.tfdist_engine = Recorder()
     with two.scope():
         metric = keras.metrics.Mean()
+        variable = keras.Variable([1.0])
     two.tfdist_engine.asked.clear()
 
     def replica():
@@ -224,6 +225,11 @@ def test_what_replicas_call_reaches_the_engine(two):
         context.all_gather(context.all_reduce("SUM", tf.ones([2])), axis=0)
         metric.update_state(1.0)
         tf.function(lambda: tf.zeros([]))()
+        before = two.tfdist_engine.asked.count("assign")
+        variable.assign([2.0])
+        variable.value.assign_add([1.0])
+        variable.value.assign_sub([1.0])
+        assert two.tfdist_engine.asked.count("assign") == before + 3
 
     two.run(replica)
     assert {hook for _, _, hook in keras_compat._replica_hooks()} <= set(two.tfdist_engine.asked)

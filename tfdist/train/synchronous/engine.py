@@ -28,7 +28,7 @@ from tfdist.train.data_position import DataPosition
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
-from tfdist.train.synchronous import gradient_sum, replica_step
+from tfdist.train.synchronous import assigned_weights, gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
 from tfdist.train.synchronous.local_sgd import LocalSteps
@@ -273,18 +273,19 @@ class Engine(Hooks):
             variables = list(variables)
             build_in_scope(optimizer, variables)
         holder = holder_of(optimizer, variables)
-        if holder is not None:
-            return gradient_sum.apply_to_parts(
-                holder,
-                optimizer,
-                keras_apply,
-                list(grads),
-                variables,
-                replica_step.local_replica(self.placement),
+        with assigned_weights.noted_in(None):
+            if holder is not None:
+                return gradient_sum.apply_to_parts(
+                    holder,
+                    optimizer,
+                    keras_apply,
+                    list(grads),
+                    variables,
+                    replica_step.local_replica(self.placement),
+                )
+            return self.aggregation.apply(
+                optimizer, keras_apply, list(grads), variables, self.watch_gradients
             )
-        return self.aggregation.apply(
-            optimizer, keras_apply, list(grads), variables, self.watch_gradients
-        )
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         """See `replica_step.scale_loss`."""
@@ -301,6 +302,11 @@ class Engine(Hooks):
     def update_mean(self, keras_method: Callable, metric, *args, **kwargs):
         """See `replica_step.update_mean`."""
         return replica_step.update_mean(keras_method, metric, *args, **kwargs)
+
+    def assign(self, tf_method: Callable, variable: tf.Variable, *args, **kwargs):
+        """Assign to a variable with copies, or add to it; note it if a step does so."""
+        assigned_weights.note(variable)
+        return tf_method(variable, *args, **kwargs)
 
     def all_reduce_in_replica(
         self, tf_method: Callable, context: Any, reduce_op, value, options=None

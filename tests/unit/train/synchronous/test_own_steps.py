@@ -611,6 +611,48 @@ def test_an_update_in_a_branch_is_refused(compiled, mirrored):
         fitted(mirrored, lambda: mlp(Branch))
 
 
+class Direct(OwnStep):
+    """Update the weights without the optimizer, from the second step on."""
+
+    by_keras = True
+    gathers = False
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+        grads = tape.gradient(loss, self.trainable_weights)
+        if self.gathers:
+            grads = tf.distribute.get_replica_context().all_reduce("MEAN", grads)
+        self.calls.assign_add(1)
+        factor = tf.where(self.calls > 1, 0.1, 0.0)
+        for weight, grad in zip(self.trainable_weights, grads, strict=True):
+            (weight if self.by_keras else weight.value).assign_sub(factor * grad)
+        return {}
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = self.add_weight(dtype="int32", initializer="zeros", trainable=False)
+
+
+class DirectByTensorFlow(Direct):
+    by_keras = False
+
+
+class DirectFromSums(Direct):
+    gathers = True
+
+
+def test_weights_that_a_step_sets_must_be_equal_on_all_replicas(mirrored):
+    remedy = r"'dense\w*/kernel'.*replica 1.*replica 0.*optimizer\.apply"
+    for model in (Direct, DirectByTensorFlow):
+        with pytest.raises(ValueError, match=remedy):
+            fitted(mirrored, lambda model=model: mlp(model))
+    before = mlp().get_weights()
+    after = fitted(mirrored, lambda: mlp(DirectFromSums))[1]
+    assert np.abs(before[0] - after[0]).max() > 0
+
+
 def test_compile_outside_of_the_scope_is_compile_inside(mirrored):
     def trained(inside):
         with mirrored.scope():
