@@ -298,18 +298,27 @@ def recurrent_with_masking(strategy):
 
 @case
 def synchronized_batch_normalization(strategy):
+    """Train on batches that do not divide, with a loss that is added before replicas meet."""
+
+    class AddedLoss(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+            return x
+
     def model():
         return keras.Sequential(
             [
                 keras.Input((6,)),
-                keras.layers.Dense(8, use_bias=False),
+                keras.layers.Dense(8, activity_regularizer="l2"),
+                AddedLoss(),
                 keras.layers.BatchNormalization(synchronized=True),
                 keras.layers.ReLU(),
                 keras.layers.Dense(3),
             ]
         )
 
-    return simple(strategy, "sgd", model=model, validation_data=dataset(*data(20, seed=5)))
+    train = dataset(*data(3 * (GLOBAL_BATCH - 1)), batch=GLOBAL_BATCH - 1)
+    return simple(strategy, "sgd", train, model, validation_data=dataset(*data(20, seed=5)))
 
 
 @case

@@ -27,7 +27,7 @@ from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
 
-from tfdist.keras_compat import model_building, scopes
+from tfdist.keras_compat import model_building, replica_losses, scopes
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 
@@ -92,7 +92,9 @@ def install() -> None:
         _hook_apply(optimizer)
     for name in LOSS_HOOKS:
         _hook_loss(name)
-    _hook_mean()
+    for owner, name, hook in _replica_hooks():
+        _hook_in_replicas(owner, name, hook)
+    replica_losses.install()
     _add_conversions(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus)
     hook_files()
@@ -379,17 +381,48 @@ def _hook_loss(name: str) -> None:
     setattr(_loss, name, function)
 
 
-def _hook_mean() -> None:
-    keras_method = keras.metrics.Mean.update_state
+def _replica_hooks() -> tuple[tuple[type, str, str], ...]:
+    """Return classes, the name of a public method, and that of the engine's method for it."""
+    return (
+        (keras.metrics.Mean, "update_state", "update_mean"),
+        *(
+            # Keras' own `assign` of a variable with copies calls these.
+            (_distribute_values.DistributedVariable, name, "assign")
+            for name in ("assign", "assign_add", "assign_sub")
+        ),
+        (tf.distribute.ReplicaContext, "all_reduce", "all_reduce_in_replica"),
+        (tf.distribute.ReplicaContext, "all_gather", "all_gather_in_replica"),
+        # The class of what `tf.function` returns.
+        (type(tf.function(lambda: None)), "__call__", "call_function"),
+    )
 
-    @functools.wraps(keras_method)
-    def update_state(self, *args, **kwargs):
+
+def _hook_in_replicas(owner: Any, name: str, hook: str) -> None:
+    """Let the engine do the work of a method where it is called in replica context."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
         engine = engine_of(tf.distribute.get_strategy())
         if engine is None or tf.distribute.in_cross_replica_context():
-            return keras_method(self, *args, **kwargs)
-        return engine.update_mean(keras_method, self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+        return getattr(engine, hook)(original, self, *args, **kwargs)
 
-    keras.metrics.Mean.update_state = update_state
+    setattr(owner, name, method)
+
+
+def is_compiled_by_xla(function: Any) -> bool:
+    """Return whether what `tf.function` returned was asked for with `jit_compile=True`."""
+    return bool(function._jit_compile)
+
+
+def python_of(function: Any) -> Callable:
+    """Return the Python function of what `tf.function` returned, converted by AutoGraph as there.
+
+    Called in a graph, it becomes a part of this graph, without a function of its own.
+    """
+    python = function.python_function
+    return tf.autograph.to_graph(python) if function._autograph else python
 
 
 def scale_loss_for_distribution(value):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -19,26 +19,68 @@ _thread = threading.local()
 
 Weight: TypeAlias = "float | tf.Tensor"
 
+_SPARSE = (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)  # collectives have no gradients
+
 
 @contextlib.contextmanager
-def weighted_step(weight: Weight) -> Iterator[None]:
+def weighted_step(weight: Weight, combine: Any = "mean") -> Iterator[None]:
     """Set the weight of the replica whose step is computed or traced in this context.
 
     Args:
         weight: Rows of this replica over those of the global batch: a number if it is the same at
-            every step, or a scalar float64 tensor, which is 0 without rows.
+            every step and on all replicas, or a scalar float64 tensor, which is 0 without rows.
+        combine: `combine` of the `tfdist.sync.Gradients` policy of the step.
     """
-    before = step_weight()
-    _thread.weight = weight
+    before = getattr(_thread, "step", (None, "mean"))
+    _thread.step = weight, combine
     try:
         yield
     finally:
-        _thread.weight = before
+        _thread.step = before
 
 
 def step_weight() -> Weight | None:
     """Return the weight of this replica in the running step; None outside of such a step."""
-    return getattr(_thread, "weight", None)
+    return getattr(_thread, "step", (None, "mean"))[0]
+
+
+def across_replicas(collective: Callable[[Any], Any], value: Any) -> Any:
+    """Return what a differentiable collective returns, with gradients as a step needs them.
+
+    The gradients of a replica's loss get the replica's weight where they are aggregated, at the end
+    of the backward pass. A gradient that reaches another replica through a collective would get the
+    weight of that replica instead. So gradients are multiplied by the weight of the replica that
+    they come from before they cross, and divided by that of the replica that they reach.
+
+    Args:
+        collective: Function of the value whose gradient adds up, over the replicas, the gradients
+            of what it returns. TensorFlow's `all_reduce` and `all_gather` are such functions.
+        value: Nest of tensors of this replica.
+
+    Returns:
+        Nest of tensors.
+    """
+    weight, combine = getattr(_thread, "step", (None, "mean"))
+    if weight is None or isinstance(weight, float):  # the weights of all replicas are equal
+        return collective(value)
+    if combine in ("sum", "replicas"):
+        weight = tf.cast(weight > 0, tf.float64)
+
+    def leave(dy):
+        return weighted([tf.convert_to_tensor(dy)], weight)[0]
+
+    def arrive(dy):
+        return tf.math.divide_no_nan(dy, tf.cast(weight, dy.dtype))
+
+    value = tf.nest.map_structure(lambda x: _with_gradient(x, arrive), value)
+    return tf.nest.map_structure(lambda y: _with_gradient(y, leave), collective(value))
+
+
+def _with_gradient(x: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """Return a tensor whose gradient passes through a function; what has no gradient stays."""
+    if isinstance(x, _SPARSE) or not (tf.is_tensor(x) and x.dtype.is_floating):
+        return x
+    return tf.custom_gradient(lambda x: (tf.identity(x), function))(tf.convert_to_tensor(x))
 
 
 def gradient_factor(combine: Any, replicas: int) -> Weight:

@@ -197,6 +197,24 @@ class Hooks:
         """Update a `keras.metrics.Mean`."""
         return keras_method(metric, *args, **kwargs)
 
+    def assign(self, tf_method: Callable, variable: tf.Variable, *args, **kwargs):
+        """Assign to a variable with copies, or add to it."""
+        return tf_method(variable, *args, **kwargs)
+
+    def all_reduce_in_replica(
+        self, tf_method: Callable, context: Any, reduce_op, value, options=None
+    ):
+        """Reduce values over all replicas."""
+        return tf_method(context, reduce_op, value, options)
+
+    def all_gather_in_replica(self, tf_method: Callable, context: Any, value, axis, options=None):
+        """Concatenate values of all replicas."""
+        return tf_method(context, value, axis, options)
+
+    def call_function(self, tf_method: Callable, function: Any, *args, **kwargs):
+        """Call what `tf.function` returned."""
+        return tf_method(function, *args, **kwargs)
+
 
 def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a Keras method by name, with defaults.

@@ -17,6 +17,7 @@ import tfdist
 from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
 from tfdist import keras_compat
 from tfdist.keras_compat import parallel
+from tfdist.train.hooks import Hooks
 
 
 class Recorder:
@@ -209,6 +210,80 @@ def test_a_mask_and_weights_merge_into_one_weight():
         tf.constant([2.0, 4.0]), tf.constant([True, False]), "float32", "mean_with_sample_weight"
     )
     assert weight.numpy().tolist() == [2.0, 0.0]
+
+
+# --- What replicas of a process share -------------------------------------------------------------
+def test_what_replicas_call_reaches_the_engine(two):
+    two.tfdist_engine = Recorder()
+    with two.scope():
+        metric = keras.metrics.Mean()
+        variable = keras.Variable([1.0])
+    two.tfdist_engine.asked.clear()
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        context.all_gather(context.all_reduce("SUM", tf.ones([2])), axis=0)
+        metric.update_state(1.0)
+        tf.function(lambda: tf.zeros([]))()
+        before = two.tfdist_engine.asked.count("assign")
+        variable.assign([2.0])
+        variable.value.assign_add([1.0])
+        variable.value.assign_sub([1.0])
+        assert two.tfdist_engine.asked.count("assign") == before + 3
+
+    two.run(replica)
+    assert {hook for _, _, hook in keras_compat._replica_hooks()} <= set(two.tfdist_engine.asked)
+
+
+def test_the_python_of_a_function_is_that_which_it_traces():
+    class Layer:
+        @tf.function
+        def sign(self, x):
+            if x > 0:  # AutoGraph
+                return 1
+            return -1
+
+        @tf.function(jit_compile=True, autograph=False)
+        def compiled(self, x):
+            return x
+
+    layer = Layer()
+    inlined = tf.function(lambda x: keras_compat.python_of(layer.sign)(x), autograph=False)
+    graph = inlined.get_concrete_function(tf.TensorSpec([])).graph
+    assert [int(inlined(tf.constant(x))) for x in (2.0, -2.0)] == [1, -1]
+    assert not [op for op in graph.get_operations() if "PartitionedCall" in op.type]
+    assert keras_compat.python_of(layer.compiled)(3) == 3
+    assert keras_compat.is_compiled_by_xla(layer.compiled)
+    assert not keras_compat.is_compiled_by_xla(layer.sign)
+
+
+def test_each_replica_has_its_own_losses_of_layers(two):
+    """They are kept in `_losses`, which a call of the outermost layer clears."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(tf.reduce_sum(x))
+            return x
+
+    with two.scope():
+        model = keras.Sequential([keras.Input([1]), Adds()])
+    assert "_losses" in vars(model)
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        model(tf.fill([1, 1], 1.0 + tf.cast(context.replica_id_in_sync_group, tf.float32)))
+        context.all_reduce("SUM", tf.ones([]))  # the other replica goes on
+        return sum(model.losses)
+
+    def losses():
+        found = tf.function(lambda: two.run(replica))()
+        return [float(x) for x in two.experimental_local_results(found)]
+
+    assert losses() == [2.0, 2.0]  # TensorFlow's own strategies are left as they are
+    two.tfdist_engine = Hooks()
+    assert losses() == [1.0, 2.0]
+    model(tf.ones([1, 1]))
+    assert [float(x) for x in model.losses] == [1.0]
 
 
 # --- Optimizers -----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import copies, holder_of, leave_scope
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -27,7 +28,7 @@ from tfdist.train.data_position import DataPosition
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
-from tfdist.train.synchronous import gradient_sum, replica_step
+from tfdist.train.synchronous import assigned_weights, gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
 from tfdist.train.synchronous.local_sgd import LocalSteps
@@ -277,18 +278,19 @@ class Engine(Hooks):
             variables = list(variables)
             build_in_scope(optimizer, variables)
         holder = holder_of(optimizer, variables)
-        if holder is not None:
-            return gradient_sum.apply_to_parts(
-                holder,
-                optimizer,
-                keras_apply,
-                list(grads),
-                variables,
-                replica_step.local_replica(self.placement),
+        with assigned_weights.noted_in(None):
+            if holder is not None:
+                return gradient_sum.apply_to_parts(
+                    holder,
+                    optimizer,
+                    keras_apply,
+                    list(grads),
+                    variables,
+                    replica_step.local_replica(self.placement),
+                )
+            return self.aggregation.apply(
+                optimizer, keras_apply, list(grads), variables, self.watch_gradients
             )
-        return self.aggregation.apply(
-            optimizer, keras_apply, list(grads), variables, self.watch_gradients
-        )
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
         """See `replica_step.scale_loss`."""
@@ -305,6 +307,27 @@ class Engine(Hooks):
     def update_mean(self, keras_method: Callable, metric, *args, **kwargs):
         """See `replica_step.update_mean`."""
         return replica_step.update_mean(keras_method, metric, *args, **kwargs)
+
+    def assign(self, tf_method: Callable, variable: tf.Variable, *args, **kwargs):
+        """Assign to a variable with copies, or add to it; note it if a step does so."""
+        assigned_weights.note(variable)
+        return tf_method(variable, *args, **kwargs)
+
+    def all_reduce_in_replica(
+        self, tf_method: Callable, context: Any, reduce_op, value, options=None
+    ):
+        """Reduce values over all replicas, with gradients as a step needs them."""
+        return across_replicas(lambda x: tf_method(context, reduce_op, x, options), value)
+
+    def all_gather_in_replica(self, tf_method: Callable, context: Any, value, axis, options=None):
+        """Concatenate values of all replicas, with gradients as a step needs them."""
+        if any(getattr(x, "shape", [0])[axis] is None for x in tf.nest.flatten(value)):
+            gradient_sum.leave_loop()
+        return across_replicas(lambda x: tf_method(context, x, axis, options), value)
+
+    def call_function(self, tf_method: Callable, function: Any, *args, **kwargs):
+        """See `replica_step.call_function`."""
+        return replica_step.call_function(tf_method, function, *args, **kwargs)
 
     @property
     def is_chief(self) -> bool:  # type: ignore[override]

@@ -12,7 +12,6 @@ from tfdist.keras_compat import copies
 from tfdist.keras_compat.parallel import mask_of, set_mask
 from tfdist.parallel.replica_weight import step_weight, weighted, weighted_step
 from tfdist.train.metric_calls import adds_up
-from tfdist.train.synchronous.gradient_sum import leave_loop
 
 # Types that TensorFlow does not gather between workers, and types that hold their values.
 _GATHERED_AS = {
@@ -50,27 +49,8 @@ def all_gather_rows(x: Any) -> Any:
     if context is None or context.num_replicas_in_sync == 1 or isinstance(x, keras.KerasTensor):
         return x
     x = tf.convert_to_tensor(x)
-    if x.shape[0] is None:
-        leave_loop()
-    weight = step_weight()
-    if weight is None:
-        return _gathered(x)
-    # The gradient of a row is the sum over the replicas' losses, which count by their weights. What
-    # flows on to the row's own replica gets that replica's weight later.
-    own = _with_gradient(x, lambda dy: tf.math.divide_no_nan(dy, tf.cast(weight, dy.dtype)))
-    return _with_gradient(_gathered(own), lambda dy: weighted([dy], weight)[0])
-
-
-def _gathered(x: tf.Tensor) -> tf.Tensor:
-    """Return the rows of all replicas; TensorFlow's collective does not take all dtypes."""
     comm_dtype = _GATHERED_AS.get(x.dtype, x.dtype)
-    rows = tf.distribute.get_replica_context().all_gather(tf.cast(x, comm_dtype), axis=0)
-    return tf.cast(rows, x.dtype)
-
-
-def _with_gradient(x: tf.Tensor, function: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Return a tensor whose gradient passes through a function."""
-    return tf.custom_gradient(lambda x: (tf.identity(x), function))(x)
+    return tf.cast(context.all_gather(tf.cast(x, comm_dtype), axis=0), x.dtype)
 
 
 def update_metric(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_update
 from tfdist.keras_compat.parallel import known_variables
+from tfdist.parallel.replica_weight import weighted_step
 from tfdist.parallel.sharding.fsdp import FSDP
 from tfdist.parallel.sharding.zero import Zero
 from tfdist.train.timing import graph_timestamps
@@ -55,9 +56,9 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         positions = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-        for i, total in zip(
-            positions, context.all_reduce("SUM", [grads[i] for i in positions]), strict=True
-        ):
+        with weighted_step(1.0):  # the sums themselves have no gradients
+            totals = context.all_reduce("SUM", [grads[i] for i in positions])
+        for i, total in zip(positions, totals, strict=True):
             summed[i] = total
     return summed
 

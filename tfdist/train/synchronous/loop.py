@@ -26,6 +26,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
+from tfdist.train.synchronous.assigned_weights import noted_in
 from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of
 from tfdist.train.synchronous.gradient_sum import NotInLoop, in_loop
 from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, compare
@@ -77,6 +78,7 @@ class Runner:
         # Whether steps run one by one, because the model cannot use a loop.
         self._one_by_one = False
         self._graphs: dict = {}
+        self._assigned: dict[int, tf.Variable] = {}  # by id, what steps assign to themselves
         # Keras' calls to run at once; equal on all workers, see _check_workers.
         self._calls_ahead = 1
         self._calls_ahead_settled = False
@@ -155,6 +157,7 @@ class Runner:
         step_times = self.recorder.end_steps(self.epoch) if self.recorder else None
         if self._trains:
             self._replica_state.sync_replicas()
+            self._replica_state.check_equal(self._assigned)
         else:
             self._replica_state.sync_statistics()
         results = self._check_workers(step_times)
@@ -221,6 +224,8 @@ class Runner:
         ):
             if self.watch.exact:
                 self._replica_state.sync_statistics()
+            if not self._verified and not self._aggregation.local:
+                self._replica_state.check_equal(self._assigned)
             self._check_workers()
         elif self.watch.saves and self._calls_done >= self._next_stop_check:
             self.stopping = self.stopping or self._any_worker_stops()
@@ -463,12 +468,17 @@ class Runner:
     def _replicas(self, batch: Batch, even: bool):
         """Run one step on all replicas, and return what `StepLogs` returns on each."""
         jit = bool(self.model.jit_compile) and not self.model.run_eagerly
+        policy = self._strategy.tfdist_engine.exchange_of(self.model).policy
+        combine = getattr(policy, "combine", "sum")  # local SGD: each replica's own mean
 
         def on_replica(batch):
             step: Callable = self._step_logs
             if jit:
                 step = tf.function(step, jit_compile=True, autograph=False)
-            others, logs = run_replica(step, self.model, batch, self._placement, self._host, even)
+            with noted_in(self._assigned if self._trains else None):
+                others, logs = run_replica(
+                    step, self.model, batch, self._placement, self._host, even, combine
+                )
             end_of_step(local_replica(self._placement), logs)
             return others, logs
 

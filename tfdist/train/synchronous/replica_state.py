@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.parallel.placement import Placement
+from tfdist.train.synchronous.assigned_weights import check_equal, weights_among
 from tfdist.train.synchronous.gathered_rows import is_gathered
 from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
@@ -128,6 +129,42 @@ class ReplicaState:
             if weights and self._placement.workers > 1
             else 0.0
         )
+
+    def check_equal(self, assigned: dict[int, tf.Variable]) -> None:
+        """Raise ValueError if a weight that steps assign to differs between the replicas.
+
+        Args:
+            assigned: Variables by their id, the same ones on all workers; others than the model's
+                weights may differ.
+        """
+        variables = weights_among(assigned, self._model)
+        if not variables or self._placement.replicas == 1:
+            return
+        function = self._traced("check_equal", variables, lambda: self._copies(variables))
+        with self._bound():
+            numbers = function().numpy().reshape(self._placement.replicas, 2, -1)
+        check_equal(variables, numbers[:, 0], numbers[:, 1], self._placement)
+
+    def _copies(self, variables: Sequence[keras.Variable]) -> tf.Tensor:
+        """Return a number for each replica's copy of each variable, and its bound, flat."""
+
+        def gather():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            local = local_replica(self._placement)
+            sums, bounds = [], []
+            for v in variables:
+                copy = tf.reshape(tf.cast(local_component(v, local), tf.float64), [-1])
+                # The gradients of some weights, such as biases before a softmax, add up to zero.
+                copy *= tf.cast(1 + tf.range(tf.size(copy)) % 7, tf.float64)
+                sums.append(tf.reduce_sum(copy))
+                bounds.append(tf.reduce_sum(tf.abs(copy)))
+            own = tf.one_hot(replica, self._placement.replicas, on_value=True, off_value=False)
+            row = tf.stack(sums + bounds)[None, :]
+            # A product with zeros would spread NaN.
+            table = tf.where(own[:, None], row, tf.zeros_like(row))
+            return _all_sum(tf.reshape(table, [-1]), self._placement.replicas)
+
+        return self._strategy.experimental_local_results(self._strategy.run(gather))[0]
 
     def sums(self, parts: Sequence[Any]) -> list[np.ndarray]:
         """Return the sums over the replicas of float64 values that a step returned on each.

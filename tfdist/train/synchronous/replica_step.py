@@ -19,12 +19,14 @@ import tensorflow as tf
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import (
     combined_weight,
+    is_compiled_by_xla,
     layer_state,
     local_component,
+    python_of,
     scale_loss_for_distribution,
 )
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.replica_weight import step_weight, weighted_step
+from tfdist.parallel.replica_weight import Weight, step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
 
 # Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
@@ -32,7 +34,13 @@ _SEED_STRIDE = 104_729
 
 
 def run_replica(
-    step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool
+    step: Callable,
+    model: keras.Model,
+    batch: Batch,
+    placement: Placement,
+    host: str,
+    even: bool,
+    combine: Any = "mean",
 ) -> Any:
     """Run `step` on this replica's rows; called in replica context.
 
@@ -43,23 +51,36 @@ def run_replica(
         placement: Numbers of workers and replicas.
         host: CPU device name.
         even: Whether all replicas are known to have the same number of rows.
+        combine: `combine` of the `tfdist.sync.Gradients` policy of the step.
 
     Returns:
         The result of `step`.
+
+    Raises:
+        ValueError: Replicas would meet in a branch or a loop of the step.
     """
     if placement.replicas == 1:
         return step(replica_rows(batch, 0, placement, host))
+    with _meetings_explained():
+        return _run_replica(step, model, batch, placement, host, even, combine)
+
+
+def _run_replica(
+    step: Callable, model: keras.Model, batch: Batch, placement: Placement, host: str, even: bool,
+    combine: Any,
+) -> Any:  # fmt: skip
     context = tf.distribute.get_replica_context()
     replica = context.replica_id_in_sync_group
     local = local_replica(placement)
     data = replica_rows(batch, local, placement, host)
     if even:
-        with weighted_step(1.0 / placement.replicas), _own_seeds(model, replica, local):
+        weight: Weight = 1.0 / placement.replicas
+        with weighted_step(weight, combine), _own_seeds(model, replica, local):
             return step(data)
     rows = count_rows(data)
     total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
     weight = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
-    with weighted_step(weight), _own_seeds(model, replica, local):
+    with weighted_step(weight, combine), _own_seeds(model, replica, local):
         with _unchanged_if(tf.equal(rows, 0), model, local):
             return step(data)
 
@@ -68,6 +89,34 @@ def local_replica(placement: Placement) -> int:
     """Return the index, among this process' replicas, of the one in whose context this runs."""
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     return int(tf.get_static_value(replica)) % placement.local_replicas
+
+
+def call_function(tf_method: Callable, function: Any, *args, **kwargs) -> Any:
+    """Call what `tf.function` returned; in a step, as a part of the step's own graph.
+
+    In a graph of its own the replicas could not meet, as they do in `optimizer.apply`, and their
+    weights would be those of the step in which the function was traced first.
+    """
+    if step_weight() is None or is_compiled_by_xla(function):
+        return tf_method(function, *args, **kwargs)
+    return python_of(function)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _meetings_explained() -> Iterator[None]:
+    """Explain TensorFlow's error of replicas that meet in a graph within the graph of a step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "called while defining a new graph" not in str(error):
+            raise
+        raise ValueError(
+            "train_step calls optimizer.apply, or something else in which replicas exchange "
+            "tensors, in tf.cond, tf.while_loop or a tf.function with jit_compile=True: expected "
+            "it in the step itself. To update the weights only every few steps, use the "
+            "optimizer's gradient_accumulation_steps, or sync.accumulate of "
+            "tfdist.make_strategy(sync=...). To leave out an update, apply gradients of zeros."
+        ) from error
 
 
 # --- Losses and means of one replica --------------------------------------------------------------

@@ -490,6 +490,172 @@ def test_rows_that_depend_on_each_other_are_gathered(one_device, mirrored):
         assert ones[0]["loss"][1] < ones[0]["loss"][0]
 
 
+class Centered(keras.layers.Layer):
+    """Subtract the mean of all rows, which each replica makes of sums over all replicas."""
+
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        sums = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], x.dtype)
+        if context is not None:
+            sums = context.all_reduce("SUM", sums)
+        return x - sums[0] / sums[1]
+
+
+class GatheredPeak(keras.layers.Layer):
+    """Divide by one plus the largest square among all rows."""
+
+    def call(self, x):
+        return x / (1.0 + ops.max(ops.square(tfdist.all_gather_rows(x)), 0))
+
+
+class AddedLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.5 * ops.mean(ops.square(x)))
+        return x
+
+
+def with_collectives(cls=keras.Model):
+    """Return a model in whose forward pass replicas meet several times, between its losses."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([4])
+    x = keras.layers.Dense(5, activity_regularizer="l2")(inputs)
+    x = keras.layers.BatchNormalization(synchronized=True)(AddedLoss()(x))
+    x = GatheredPeak()(keras.layers.Dense(5, activity_regularizer="l1")(x))
+    x = keras.layers.Dense(4, "tanh")(Centered()(AddedLoss()(x)))
+    return cls(inputs, keras.layers.Dense(1)(x))
+
+
+def test_gradients_and_losses_are_right_where_a_model_has_collectives(one_device, mirrored):
+    """Gradients that cross replicas keep their weights, and each replica keeps its own losses."""
+
+    def trained(strategy):
+        x, y = data()
+        with strategy.scope():
+            model = with_collectives()
+            model.compile(keras.optimizers.SGD(0.1), mse(reduction="mean_with_sample_weight"))
+        rows = {"sample_weight": np.abs(x[:, 0]) + 0.1, "batch_size": 16, "verbose": 0}
+        history = model.fit(x, y, epochs=2, shuffle=False, **rows).history
+        history["test"] = model.evaluate(x, y, **rows)
+        return history, model.get_weights()
+
+    ones = trained(one_device)
+    check_equal(ones, trained(mirrored))
+    assert ones[0]["loss"][1] < ones[0]["loss"][0]
+
+
+@pytest.mark.parametrize("sync", ["sum", "replicas"])
+def test_gradients_that_cross_replicas_obey_the_policy(sync):
+    """A loss of gathered rows is the same on all replicas: its gradients are summed like them."""
+    strategy = tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1", sync=sync)
+
+    def gathered(y, prediction):
+        y, prediction = tfdist.all_gather_rows(y), tfdist.all_gather_rows(prediction)
+        return tf.reduce_mean(tf.square(y - prediction))
+
+    x, y = (array[:3] for array in data())  # 2 rows and 1
+    with strategy.scope():
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), gathered)
+    before = model.get_weights()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(y - model(x)))
+    grads = tape.gradient(loss, model.trainable_weights)
+    model.fit(x, y, batch_size=3, verbose=0)
+    factor = 2.0 if sync == "sum" else 1.0
+    for old, new, grad in zip(before, model.get_weights(), grads, strict=True):
+        np.testing.assert_allclose(new, old - 0.1 * factor * grad, rtol=1e-4, atol=1e-6)
+
+
+class Decorated(Trackers):
+    """A step and helpers in `tf.function`, one with Python control flow on tensors."""
+
+    @tf.function
+    def train_step(self, data):
+        if tf.shape(data[0])[0] > 100:
+            tf.print("many rows")
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x, training=True)
+            loss = self.loss_of(y, prediction) + sum(self.losses)
+        self.update(tape.gradient(loss, self.trainable_weights))
+        self.track(y, prediction)
+        return {"loss": self.tracker.result(), "mae": self.error.result()}
+
+    @tf.function
+    def update(self, grads):
+        self.optimizer.apply(grads, self.trainable_weights)
+
+    @tf.function
+    def track(self, y, prediction):
+        self.tracker.update_state(sum(self.losses))  # the update has been made
+        self.error.update_state(y, prediction)
+
+
+def test_steps_and_helpers_may_be_tf_functions(one_device, mirrored):
+    ones = fitted(one_device, lambda: with_collectives(Decorated))
+    check_equal(ones, fitted(mirrored, lambda: with_collectives(Decorated)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_update_in_a_branch_is_refused(compiled, mirrored):
+    class Branch(OwnStep):
+        def train_step(self, data):
+            def update():
+                OwnStep.train_step(self, data)
+                return 0
+
+            if compiled:
+                tf.function(update, jit_compile=True)()
+            else:
+                tf.cond(self.optimizer.iterations > 0, update, lambda: 0)
+            return {}
+
+    with pytest.raises(ValueError, match=r"train_step.*tf\.cond.*gradient_accumulation_steps"):
+        fitted(mirrored, lambda: mlp(Branch))
+
+
+class Direct(OwnStep):
+    """Update the weights without the optimizer, from the second step on."""
+
+    by_keras = True
+    gathers = False
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+        grads = tape.gradient(loss, self.trainable_weights)
+        if self.gathers:
+            grads = tf.distribute.get_replica_context().all_reduce("MEAN", grads)
+        self.calls.assign_add(1)
+        factor = tf.where(self.calls > 1, 0.1, 0.0)
+        for weight, grad in zip(self.trainable_weights, grads, strict=True):
+            (weight if self.by_keras else weight.value).assign_sub(factor * grad)
+        return {}
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = self.add_weight(dtype="int32", initializer="zeros", trainable=False)
+
+
+class DirectByTensorFlow(Direct):
+    by_keras = False
+
+
+class DirectFromSums(Direct):
+    gathers = True
+
+
+def test_weights_that_a_step_sets_must_be_equal_on_all_replicas(mirrored):
+    remedy = r"'dense\w*/kernel'.*replica 1.*replica 0.*optimizer\.apply"
+    for model in (Direct, DirectByTensorFlow):
+        with pytest.raises(ValueError, match=remedy):
+            fitted(mirrored, lambda model=model: mlp(model))
+    before = mlp().get_weights()
+    after = fitted(mirrored, lambda: mlp(DirectFromSums))[1]
+    assert np.abs(before[0] - after[0]).max() > 0
+
+
 def test_compile_outside_of_the_scope_is_compile_inside(mirrored):
     def trained(inside):
         with mirrored.scope():
