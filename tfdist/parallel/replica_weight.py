@@ -41,6 +41,12 @@ def step_weight() -> Weight | None:
     return getattr(_thread, "weight", None)
 
 
+def has_all_rows() -> bool:
+    """Return whether this replica computes with the rows of all replicas, as gathered metrics."""
+    weight = step_weight()
+    return isinstance(weight, float) and weight == 1.0
+
+
 def gradient_factor(combine: Any, replicas: int) -> Weight:
     """Return the factor of a replica's gradients, which their sum over the replicas needs.
 

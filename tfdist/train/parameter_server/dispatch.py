@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import step_counter
-from tfdist.train.metric_calls import adds_up, observed
+from tfdist.keras_compat import metric_variables, step_counter
+from tfdist.train.metric_calls import check_adds, observed
 from tfdist.train.parameter_server import metric_deltas
 from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
 from tfdist.train.parameter_server.worker_pool import Pool
@@ -232,7 +232,7 @@ class RemoteRunner:
             last = self._last
         if total is not None:
             position = 0
-            for variable in self.model.metrics_variables:
+            for variable in metric_variables(self.model):
                 size = int(np.prod(variable.shape))
                 part = tf.cast(
                     tf.reshape(total[position : position + size], variable.shape), variable.dtype
@@ -489,7 +489,7 @@ class RemoteRunner:
         return tf.ensure_shape(tf.concat([result[:size] + added[:size], added[size:]], 0), [None])
 
     def _size(self) -> int:
-        return HEADER_SIZE + sum(int(np.prod(v.shape)) for v in self.model.metrics_variables)
+        return HEADER_SIZE + sum(int(np.prod(v.shape)) for v in metric_variables(self.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -540,10 +540,5 @@ def _group_by_shape(batches: list) -> list[list]:
 
 def _update_sum(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
     """Update a metric, whose state must be the sum of what steps on several workers add."""
-    if not adds_up(metric, args, kwargs, by_rows=False):
-        raise ValueError(
-            f"metric {metric.name}: its state is not a sum of what each update adds, and parameter "
-            "servers can only add up the workers' states. Keep sums (for a mean: a total and a "
-            "count), or use a synchronous strategy."
-        )
+    check_adds(metric, args, kwargs)
     keras_method(*args, **kwargs)

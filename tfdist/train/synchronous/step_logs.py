@@ -14,9 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat import metrics_of
 from tfdist.parallel.replica_weight import step_weight, weighted
 from tfdist.train.metric_calls import observed
-from tfdist.train.synchronous import gathered_rows
+from tfdist.train.synchronous.gathered_metrics import MetricUpdates
 
 
 class StepLogs:
@@ -41,7 +42,7 @@ class StepLogs:
 
     @property
     def metrics(self) -> tuple[int, ...]:
-        """Return the indices in `model.metrics` of the metrics whose results are in the logs."""
+        """Return the indices, in `metrics_of(model)`, of metrics whose results are in the logs."""
         return tuple(sorted({source[0] for source in self._sources if source is not None}))
 
     @property
@@ -58,7 +59,7 @@ class StepLogs:
         Raises:
             TypeError: The step does not return a dict of numbers.
         """
-        metrics = {id(metric): i for i, metric in enumerate(self._model.metrics)}
+        metrics = {id(metric): i for i, metric in enumerate(metrics_of(self._model))}
         # By the id of a tensor; the tensor is kept, so that no other one gets its id.
         results: dict[int, tuple[tuple[int, int], Any]] = {}
 
@@ -68,7 +69,7 @@ class StepLogs:
                     if tf.is_tensor(x):
                         results[id(x)] = (metrics[id(metric)], position), x
 
-        with observed(self._model, gathered_rows.update_metric, record):
+        with observed(self._model, MetricUpdates().update, record):
             logs = self._step(data)
         if not isinstance(logs, dict):
             raise TypeError(
