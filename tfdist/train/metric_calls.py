@@ -56,6 +56,33 @@ def observed(
         _thread.observer = before
 
 
+class Results:
+    """Results of a model's metrics in a step, by the tensors that stand for them.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._metrics = {id(metric): i for i, metric in enumerate(metrics_of(model))}
+        # By the id of a tensor; the tensor is kept, so that no other one gets its id.
+        self._sources: dict[int, tuple[tuple[int, int], Any]] = {}
+
+    def record(self, metric: keras.Metric, result: Any) -> None:
+        """Record what a metric's `result()` has returned; an `on_result` of `observed`."""
+        if id(metric) in self._metrics:
+            for position, x in enumerate(keras.tree.flatten(result)):
+                if tf.is_tensor(x):
+                    self._sources[id(x)] = (self._metrics[id(metric)], position), x
+
+    def source_of(self, value: Any) -> tuple[int, int] | None:
+        """Return the index of a metric in `metrics_of(model)`, and the position in its result.
+
+        Returns None if the value is not the very tensor that a metric's `result()` returned.
+        """
+        return self._sources[id(value)][0] if id(value) in self._sources else None
+
+
 def _wrap(metric: keras.Metric) -> None:
     if hasattr(metric.result, "tfdist_observed"):
         return
