@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.cluster.scripts.ps_features import FEATURES
+from tests.cluster.scripts.ps_features import FEATURES, GUIDES
 from tests.processes import PYTHON, ROOT, group
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.strategies.factory import make_strategy
@@ -41,11 +41,23 @@ def test_a_feature_of_keras(results, feature):
     assert results[feature] is None, results[feature]
 
 
-@pytest.mark.parametrize(("workers", "ps"), [(1, 3), (3, 1)])
-def test_number_of_workers_may_exceed_that_of_parameter_servers_and_vice_versa(
-    tmp_path, workers, ps
-):
-    results = results_of(tmp_path, workers, ps, "data_set", "arrays", "predict")
+@pytest.fixture(scope="session")
+def of_one_worker(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("one-worker")
+    return results_of(directory, 1, 3, "data_set", "arrays", "predict", *GUIDES)
+
+
+def test_parameter_servers_may_outnumber_workers(of_one_worker):
+    assert {of_one_worker[name] for name in ("data_set", "arrays", "predict")} == {None}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guide_of_keras_gives_the_numbers_of_one_device(of_one_worker, guide):
+    assert of_one_worker[guide] is None, of_one_worker[guide]
+
+
+def test_workers_may_outnumber_parameter_servers(tmp_path):
+    results = results_of(tmp_path, 3, 1, "data_set", "arrays", "predict")
     assert set(results.values()) == {None}, results
 
 

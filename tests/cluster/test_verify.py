@@ -22,6 +22,7 @@ RUNS = {
     "resnet": DEVICES,
     "summed": DEVICES,
     "overlap": DEVICES,
+    "reported": (*DEVICES, "--json"),
     "seed": ("--workers=2", "--quick"),
     "overlapping": ("--workers=2", "--quick"),
 }
@@ -115,6 +116,14 @@ def test_a_loss_whose_rows_depend_on_each_other_is_named(done):
     assert "gather those of all replicas there with tfdist.all_gather_rows(x)" in " ".join(
         out.split()
     )
+
+
+def test_reported_values_that_do_not_add_up_are_named(done):
+    """One of them differs only where the replicas' rows do, in the last step."""
+    code, out = done["reported"]
+    assert code == 1, out
+    (way,) = json.loads(out)["ways"].values()
+    assert "only what is reported differs: largest, averaged." in way["likely_cause"], way
 
 
 def test_a_worker_with_another_seed_is_named(done):

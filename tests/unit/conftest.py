@@ -74,3 +74,14 @@ def mirrored():
     import tfdist
 
     return tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1")
+
+
+@pytest.fixture(autouse=True)
+def fresh_scopes(monkeypatch):
+    """Forget the strategies that other tests have made, as in a process of its own.
+
+    A model outside of their scopes does not train.
+    """
+    if scopes := sys.modules.get("tfdist.keras_compat.scopes"):
+        monkeypatch.setattr(scopes, "_watched", [])
+        monkeypatch.setattr(scopes, "_warned", [])

@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -417,7 +418,7 @@ def is_compiled_by_xla(function: Any) -> bool:
 
 
 def python_of(function: Any) -> Callable:
-    """Return the Python function of what `tf.function` returned, converted by AutoGraph as there.
+    """Return the Python function of a `tf.function`, converted by AutoGraph if that does so.
 
     Called in a graph, it becomes a part of this graph, without a function of its own.
     """
@@ -430,13 +431,58 @@ def scale_loss_for_distribution(value):
     return _loss.scale_loss_for_distribution(value)
 
 
+# What a subclass of a Keras metric may define without changing how the state is updated.
+_NO_UPDATE = {"__init__", "result", "get_config", "from_config", *vars(type("_", (), {}))}
+
+# Functions of Keras in which the rows of a batch depend on each other.
+_MIXING_ROWS = {"dice", "tversky", "circle"}
+
+
 def is_keras_metric(metric: keras.Metric) -> bool:
-    """Return whether a metric is Keras' own, and does not wrap a function of the user."""
-    module = type(metric).__module__
-    if isinstance(metric, keras.metrics.MeanMetricWrapper):
-        function = metric._fn
-        module = getattr(getattr(function, "func", function), "__module__", "")
-    return module.startswith("keras.")
+    """Return whether Keras' own code updates a metric, and adds up what each row gives."""
+    kinds = [kind for kind in type(metric).__mro__ if kind is not object]
+    of_keras = {name for kind in kinds if _is_keras(kind) for name in dir(kind)} - _NO_UPDATE
+    if any(of_keras & vars(kind).keys() for kind in kinds if not _is_keras(kind)):
+        return False
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return True
+    function = wrapped_function(metric)
+    return (
+        isinstance(function, types.FunctionType)
+        and _is_keras(function)
+        and function.__name__ not in _MIXING_ROWS
+        and metric._fn_kwargs.get("axis", -1) == -1
+    )
+
+
+def wrapped_function(metric: keras.Metric) -> Any:
+    """Return the function that a metric takes the mean of, or None."""
+    function = getattr(metric, "_fn", None)
+    return getattr(function, "func", function)  # of a functools.partial
+
+
+def _is_keras(of_module: Any) -> bool:
+    return of_module.__module__.startswith("keras.")
+
+
+def metrics_of(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics: `model.metrics`, and those that it tracks but does not list.
+
+    A model with a property `metrics` of its own may leave some out. Keras does not reset these.
+    """
+    metrics = list(model.metrics)
+    known = {id(each) for metric in metrics for each in (metric, *getattr(metric, "metrics", ()))}
+    for layer in model._flatten_layers():
+        for metric in layer._metrics:
+            if id(metric) not in known:
+                known.add(id(metric))
+                metrics.append(metric)
+    return metrics
+
+
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of all metrics of `metrics_of`."""
+    return [v for metric in metrics_of(model) for v in metric.variables]
 
 
 def layer_state(model: keras.Model) -> list[keras.Variable]:

@@ -62,13 +62,11 @@ def check_training(model: keras.Model) -> None:
     """Check that a model without an engine is not left out of a strategy by mistake.
 
     It may train if this process has made no strategy over several replicas or processes, if it was
-    made in the scope of another strategy, or if it distributes itself (`tfdist_distributed`).
-    Beside a strategy of one process that has models of its own, there is only a warning: the model
-    may be meant to train on one device.
+    made in the scope of another strategy, or if it distributes itself (`tfdist_distributed`). There
+    is only a warning if the strategy is gone, and its scope was never entered.
 
     Raises:
-        ValueError: If the strategy's scope was never entered, or each process of a cluster would
-            train the model by itself.
+        ValueError: If the model was made outside of the scope of this process's strategy.
     """
     # In one process, a strategy whose scope was entered no longer matters once it is gone. (That of
     # several workers is entered when it is made, by TensorFlow's own `run`.)
@@ -96,16 +94,18 @@ def check_training(model: keras.Model) -> None:
             f"{model.name!r}, made outside of it: each of {processes} processes would train it "
             f"alone, on all examples. {remedy}"
         )
-    if any(not each.entered and each.strategy() is not None for each in _watched):
+    if any(each.strategy() is not None for each in _watched):
         gc.collect()  # a strategy refers to itself
     for watched in _watched:
-        if not watched.entered and watched.strategy() is not None:
+        if watched.strategy() is not None:
+            never = "" if watched.entered else " whose scope was never entered"
             raise ValueError(
                 f"expected a model made in the scope of this process's strategy, a "
-                f"{watched.name} whose scope was never entered, received the model {model.name!r}, "
-                f"made outside of it: it would train on one device. {remedy}"
+                f"{watched.name}{never}, received the model {model.name!r}, made outside of it: "
+                f"it would train on one device. {remedy}"
             )
-    if not _warned:
+    _watched[:] = [each for each in _watched if not each.entered]
+    if _watched and not _warned:
         _warned.append(model.name)
         log.warning(
             "the model %r was made outside of the scope of this process's %s, and trains on one "

@@ -83,6 +83,12 @@ def _with_gradient(x: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     return tf.custom_gradient(lambda x: (tf.identity(x), function))(tf.convert_to_tensor(x))
 
 
+def has_all_rows() -> bool:
+    """Return whether this replica computes with the rows of all replicas, as gathered metrics."""
+    weight = step_weight()
+    return isinstance(weight, float) and weight == 1.0
+
+
 def gradient_factor(combine: Any, replicas: int) -> Weight:
     """Return the factor of a replica's gradients, which their sum over the replicas needs.
 

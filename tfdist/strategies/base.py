@@ -32,6 +32,7 @@ class KeptScope(contextlib.AbstractContextManager):
 
     def __enter__(self) -> Any:
         strategy = self._scope.__enter__()
+        scopes.enter(strategy)
         _entered.append(self)
         return strategy
 
@@ -61,7 +62,6 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
 
     def scope(self) -> Any:
         """See `tf.distribute.Strategy`; the scope is entered until its end, see `KeptScope`."""
-        scopes.enter(self)
         return KeptScope(super().scope())
 
 

@@ -26,7 +26,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     def scope(self) -> Any:
         """See `tf.distribute.Strategy`; the scope is entered until its end, see `KeptScope`."""
-        scopes.enter(self)
         return KeptScope(super().scope())
 
     def experimental_distribute_dataset(self, dataset, options=None):

@@ -17,6 +17,7 @@ import tfdist
 # Imported because they fill FEATURES.
 from tests.cluster.scripts.ps import data, errors, models, training  # noqa: F401
 from tests.cluster.scripts.ps.base import FEATURES
+from tests.cluster.scripts.ps.guides import GUIDES
 
 
 def main(out: str, *names: str) -> None:
@@ -26,7 +27,7 @@ def main(out: str, *names: str) -> None:
         keras.utils.set_random_seed(1)
         began = time.monotonic()
         try:
-            results[name] = FEATURES[name](strategy)
+            results[name] = {**FEATURES, **GUIDES}[name](strategy)
         except Exception:
             results[name] = traceback.format_exc()
         print(f"{time.monotonic() - began:6.1f} s {name}", flush=True)

@@ -21,6 +21,11 @@ _MIXED_ROWS = (
     "over the batch, or in a layer that computes a statistic of the batch. A replica sees only its "
     "own rows: gather those of all replicas there with tfdist.all_gather_rows(x)"
 )
+_CHANGED_GRADIENTS = (
+    "the loss agrees, and gradients do not: most likely, the step changes each replica's gradients "
+    "before optimizer.apply(), as by clipping or normalizing them. Pass clipnorm, global_clipnorm "
+    "or clipvalue to the optimizer instead, which clips their sum over the replicas"
+)
 _CLOSE = 0.02  # relative tolerance for a factor that all gradients share
 
 
@@ -60,13 +65,19 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
             "the whole batch, and so do all later values. BatchNormalization does this by design; "
             "BatchNormalization(synchronized=True) uses the statistics of the whole batch."
         )
+    changed = first.kind == GRADIENTS and not any(
+        d.kind == LOGS and d.exceeds and d.step <= first.step for d in comparison.differences
+    )
     if factor is not None:
-        return _of_factor(factor, comparison.replicas)
-    if first.kind == COPIES:
+        return _of_factor(factor, comparison.replicas, changed)
+    seen = any(difference.kind == GRADIENTS for difference in comparison.differences)
+    apart = next((d for d in comparison.differences if d.kind == COPIES and d.exceeds), None)
+    if apart is not None and (first.kind == COPIES or not seen):
         return (
-            f"the replicas' copies of {first.name} differ: besides the optimizer, something "
-            "assigns to it on each replica from that replica's rows alone. Let the optimizer do "
-            "it, or sum over the replicas before."
+            f"the replicas' copies of {apart.name} differ: besides the optimizer, something "
+            "assigns to it on each replica from that replica's rows alone. Let the optimizer "
+            "do it, with optimizer.apply(gradients, variables), or sum over the "
+            "replicas before."
         )
     if drawn:
         return (
@@ -76,12 +87,17 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
         )
     kinds = {difference.kind for difference in comparison.differences if difference.exceeds}
     if kinds == {LOGS}:
+        exceeding = (d.name for d in comparison.differences if d.exceeds)
+        names = list(dict.fromkeys(exceeding))
         return (
-            f"gradients and weights agree, and only the logs differ: {first.name} is not a mean "
-            "over rows, so replicas cannot combine it. Return the model's metrics from "
-            "train_step, updated with update_state()."
+            "gradients and weights agree, and only what is reported differs: "
+            f"{', '.join(names)}. If train_step computes such a value, let a metric of the model "
+            "compute it from the rows: update_state() of a keras.metrics.Metric that is an "
+            "attribute of the model, with rows or counts of rows (for a count, "
+            "keras.metrics.Sum). If it is a metric that declares tfdist_sums_rows or a variable's "
+            "aggregation, its states do not add up as declared: leave the declaration out."
         )
-    if not any(difference.kind == GRADIENTS for difference in comparison.differences):
+    if not seen:
         return (
             "no pattern can be found without whole gradients: with parallel.zero each replica "
             "has only a part of them, and a train_step of your own may update without the "
@@ -92,6 +108,8 @@ def likely(comparison: Comparison, drawn: list[str]) -> str:
             f"the summed gradients agree, but the updates differ: something other than the "
             f"optimizer changes {first.name}, or the optimizer takes different steps."
         )
+    if changed:
+        return f"{_CHANGED_GRADIENTS}. If it does not, {_MIXED_ROWS}."
     if first.kind in (LOGS, GRADIENTS):
         return (
             f"the differences have no common factor: most likely, {_MIXED_ROWS}. If there is no "
@@ -133,7 +151,7 @@ def _normalized_alone(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(_layer(difference) for difference in of_layers))
 
 
-def _of_factor(factor: float, replicas: int) -> str:
+def _of_factor(factor: float, replicas: int, changed: bool) -> str:
     if abs(factor / replicas - 1.0) < _CLOSE:
         return (
             f"all gradients are {replicas} times too large: the step sums them over the replicas "
@@ -148,10 +166,10 @@ def _of_factor(factor: float, replicas: int) -> str:
             "tf.nn.compute_average_loss and tf.nn.scale_regularization_loss divide by the number "
             "of replicas; they are for loops of strategy.run()."
         )
-    return (
-        f"all gradients are {factor:.3g} times those of one replica: the loss has another divisor "
-        f"on {replicas} replicas, or {_MIXED_ROWS}."
-    )
+    times = f"all gradients are {factor:.3g} times those of one replica"
+    if changed:
+        return f"{times}: {_CHANGED_GRADIENTS}. If it does not, {_MIXED_ROWS}."
+    return f"{times}: the loss has another divisor on {replicas} replicas, or {_MIXED_ROWS}."
 
 
 def _of_rows(rows: Rows) -> str:

@@ -195,6 +195,27 @@ def _reversed(x: Any) -> Any:
     return x[::-1] if _has_rows(x) else x
 
 
+def first_rows(data: Any, count: int) -> Any:
+    """Return the first rows of a batch.
+
+    Args:
+        data: Nest of tensors `[rows, ...]`, including ragged and sparse ones. A scalar stays.
+        count: Number of rows.
+
+    Example:
+        >>> first_rows((tf.constant([1, 2, 3]), tf.constant(7)), 2)[0].numpy().tolist()
+        [1, 2]
+    """
+
+    def of(x):
+        if isinstance(x, tf.SparseTensor):
+            shape = tf.concat([[tf.cast(count, tf.int64)], x.dense_shape[1:]], 0)
+            return tf.sparse.slice(x, tf.zeros_like(shape), shape)
+        return x[:count] if _has_rows(x) else x
+
+    return tf.nest.map_structure(of, data)
+
+
 def disable_dropout_and_noise(model: keras.Model) -> list[str]:
     """Switch off dropout and noise in all layers of a model, including nested ones.
 

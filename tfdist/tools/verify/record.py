@@ -16,10 +16,18 @@ import tensorflow as tf
 
 from tfdist import app, config
 from tfdist.backup.shards import is_sharded
+from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import local_component
 from tfdist.run import build, input_pipeline, train_command
+from tfdist.strategies.base import by_rows
 from tfdist.tools.verify import recording
-from tfdist.tools.verify.probes import Probe, disable_dropout_and_noise, layers_of, reverse
+from tfdist.tools.verify.probes import (
+    Probe,
+    disable_dropout_and_noise,
+    first_rows,
+    layers_of,
+    reverse,
+)
 from tfdist.tools.verify.settings import EAGER, ROUNDING, Settings, first_device
 from tfdist.train.synchronous.replica_step import moving_state, seed_states
 
@@ -84,6 +92,8 @@ def train(
 ) -> recording.Recording:
     """Train some steps of a run as `tfdist train` would, but without dropout.
 
+    The last of several steps gets a batch that lacks a row, so that replicas' rows differ.
+
     Args:
         described: Run to train.
         strategy: Strategy from tfdist.
@@ -112,26 +122,48 @@ def train(
 
     model.train_step = train_step
     engine.watch_gradients = probe.see_gradients if gradients else None
-    recorder = _Recorder(strategy, probe, batches, steps)
+    recorder = _Recorder(strategy, probe, batches)
+    uneven = _uneven(batches) if steps > 1 else None
     try:
         # `steps` epochs are enough, because each has at least one step.
+        recorder.end = steps if uneven is None else steps - 1
         model.fit(batches, epochs=steps, verbose=0, shuffle=False, callbacks=[recorder])
+        if uneven is not None:
+            recorder.end = steps
+            model.fit(uneven, verbose=0, shuffle=False, callbacks=[recorder])
     finally:
         engine.watch_gradients = None
     return recorder.result()
 
 
-class _Recorder(keras.callbacks.Callback):
-    """Callback that records the observable values after each step."""
+def _uneven(batches: tf.data.Dataset) -> tf.data.Dataset | None:
+    """Return a data set of one global batch without its last row, or None.
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, probe: Probe, batches: tf.data.Dataset, steps: int
-    ):
+    The replicas' numbers of rows then differ. None is returned if the batches are not global, or
+    have a single row.
+    """
+    if not by_rows(batches):
+        return None
+    input_pipeline.begin_epoch(batches, 0)
+    batch = next(iter(batches.take(1)))
+    rows = int(count_rows(batch))
+    return tf.data.Dataset.from_tensors(first_rows(batch, rows - 1)) if rows > 1 else None
+
+
+class _Recorder(keras.callbacks.Callback):
+    """Callback that records the observable values after each step.
+
+    Attributes:
+        end: Number of the step after which training ends.
+    """
+
+    end = 0
+
+    def __init__(self, strategy: tf.distribute.Strategy, probe: Probe, batches: tf.data.Dataset):
         super().__init__()
         self._strategy = strategy
         self._probe = probe
         self._batches = batches
-        self._steps = steps
         self._placement = strategy.tfdist_engine.placement  # type: ignore[attr-defined]
         self._arrays: dict[str, np.ndarray] = {}
         self._changed_layers: list[str] = []
@@ -139,8 +171,9 @@ class _Recorder(keras.callbacks.Callback):
         self._step = 0
 
     def on_train_begin(self, logs=None):
-        self._changed_layers = disable_dropout_and_noise(self.model)
-        self._take_state()
+        if self._step == 0:
+            self._changed_layers = disable_dropout_and_noise(self.model)
+            self._take_state()
 
     def on_epoch_begin(self, epoch, logs=None):
         input_pipeline.begin_epoch(self._batches, epoch)
@@ -160,7 +193,7 @@ class _Recorder(keras.callbacks.Callback):
                     gradients.get(id(variable), gradients.get(index))
                 )
         self._take_state()
-        if self._step == self._steps:
+        if self._step == self.end:
             self.model.stop_training = True
 
     def _take_state(self) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import step_counter
-from tfdist.train.metric_calls import adds_up, observed
+from tfdist.keras_compat import metric_variables, metrics_of, step_counter
+from tfdist.train.metric_calls import Results, check_adds, observed
 from tfdist.train.parameter_server import metric_deltas
 from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
 from tfdist.train.parameter_server.worker_pool import Pool
@@ -88,6 +88,8 @@ class RemoteRunner:
         self._results = results
         self._graphs: dict = {}
         self._keys: list[str] = []  # names of the step's logs
+        # For each log: the index of a metric and the position in its result, or None.
+        self._sources: list[tuple[int, int] | None] = []
         self.stats = Stats()
         self._group = 1
         self.begin(StepMonitoring())
@@ -232,7 +234,7 @@ class RemoteRunner:
             last = self._last
         if total is not None:
             position = 0
-            for variable in self.model.metrics_variables:
+            for variable in metric_variables(self.model):
                 size = int(np.prod(variable.shape))
                 part = tf.cast(
                     tf.reshape(total[position : position + size], variable.shape), variable.dtype
@@ -241,8 +243,15 @@ class RemoteRunner:
                 position += size
         results = self._results()
         if last is not None:
-            own = dict(zip(self._keys, last[1].tolist(), strict=True))
-            self.logs.update(results if set(own) == set(results) else own)
+            metrics = metrics_of(self.model)
+            known: dict[int, list] = {}
+            for key, value, source in zip(self._keys, last[1].tolist(), self._sources, strict=True):
+                if source is not None:
+                    index, position = source
+                    if index not in known:
+                        known[index] = keras.tree.flatten(metrics[index].result())
+                    value = tf.convert_to_tensor(known[index][position])
+                self.logs[key] = value
         return results
 
     def _counter(self) -> keras.Variable | None:
@@ -480,8 +489,12 @@ class RemoteRunner:
         )
 
     def _observed_step(self, data):
-        with observed(self.model, _update_sum):
-            return self._step(data)
+        results = Results(self.model)
+        with observed(self.model, _update_sum, results.record):
+            logs = self._step(data)
+        if isinstance(logs, dict):
+            self._sources = [results.source_of(x) for x in _flat(logs).values()]
+        return logs
 
     def _add(self, result, added):
         """Add two result vectors, but keep the logs of the last step."""
@@ -489,7 +502,7 @@ class RemoteRunner:
         return tf.ensure_shape(tf.concat([result[:size] + added[:size], added[size:]], 0), [None])
 
     def _size(self) -> int:
-        return HEADER_SIZE + sum(int(np.prod(v.shape)) for v in self.model.metrics_variables)
+        return HEADER_SIZE + sum(int(np.prod(v.shape)) for v in metric_variables(self.model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -540,10 +553,5 @@ def _group_by_shape(batches: list) -> list[list]:
 
 def _update_sum(metric: keras.Metric, keras_method: Callable, args: tuple, kwargs: dict) -> None:
     """Update a metric, whose state must be the sum of what steps on several workers add."""
-    if not adds_up(metric, args, kwargs, by_rows=False):
-        raise ValueError(
-            f"metric {metric.name}: its state is not a sum of what each update adds, and parameter "
-            "servers can only add up the workers' states. Keep sums (for a mean: a total and a "
-            "count), or use a synchronous strategy."
-        )
+    check_adds(metric, args, kwargs)
     keras_method(*args, **kwargs)

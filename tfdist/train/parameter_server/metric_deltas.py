@@ -15,7 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import accumulating, local_update, replaced_values, step_counter
+from tfdist.keras_compat import (
+    accumulating,
+    local_update,
+    metric_variables,
+    replaced_values,
+    step_counter,
+)
 from tfdist.train.synchronous.replica_step import seed_states
 
 # State of the trace in `collected`; it is global because TensorFlow traces in another thread.
@@ -161,10 +167,10 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
             numbers, and the same ones when it runs again.
 
     Yields:
-        A list that is filled when the block ends: one tensor for each of `model.metrics_variables`,
+        A list that is filled when the block ends: one tensor for each of `metric_variables(model)`,
         then the number of updates by `model.optimizer`, int64 scalar.
     """
-    metrics = model.metrics_variables
+    metrics = metric_variables(model)
     generators = seed_states(model)
     cells = [Cell(tf.zeros(v.shape, v.dtype)) for v in metrics]
     shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS_PER_STEP])

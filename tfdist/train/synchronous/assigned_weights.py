@@ -1,4 +1,4 @@
-"""Weights that a step sets by itself, and not by an optimizer: they must stay equal on replicas.
+"""Weights that a step sets without an optimizer, which must stay equal on all replicas.
 
 A replica's gradients are those of its own rows. `optimizer.apply` sums them over the replicas. If a
 step assigns them to a weight itself, each replica's copy of the weight becomes another one, and
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-6
 
 @contextlib.contextmanager
 def noted_in(variables: dict[int, tf.Variable] | None) -> Iterator[None]:
-    """Note in `variables`, by id, what this thread assigns to in the context; None notes nothing.
+    """Note in `variables`, by id, what this thread assigns to; None notes nothing.
 
     Variables with copies are noted. In a graph, they are noted when it is traced.
     """

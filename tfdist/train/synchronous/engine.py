@@ -16,7 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import copies, holder_of, leave_scope
+from tfdist.keras_compat import (
+    copies,
+    holder_of,
+    leave_scope,
+    metric_variables,
+    metrics_of,
+)
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding.fsdp import check_deferred
@@ -28,6 +34,7 @@ from tfdist.train.data_position import DataPosition
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
+from tfdist.train.metric_calls import plain_variables
 from tfdist.train.synchronous import assigned_weights, gradient_sum, replica_step
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
@@ -407,13 +414,13 @@ class Engine(Hooks):
         return self._replica_state(model).values(variables)
 
     def metric_totals(self, model: keras.Model) -> list:
-        """Return the values of `model.metrics_variables` over all replicas."""
+        """Return the values of the metrics' variables over all replicas."""
         self._replica_state(model).sync_replicas()
-        return self._replica_state(model).totals(model.metrics_variables)
+        return self._replica_state(model).totals(metric_variables(model))
 
     def set_metric_totals(self, model: keras.Model, totals: list) -> None:
         """Restore the values that `metric_totals` returned."""
-        self._replica_state(model).set_totals(model.metrics_variables, totals)
+        self._replica_state(model).set_totals(metric_variables(model), totals)
 
     def sync_totals(self, model: keras.Model) -> list:
         """Return the state of the synchronization policy over all replicas."""
@@ -474,13 +481,23 @@ class Engine(Hooks):
     # --- Helpers ----------------------------------------------------------------------------------
     def _check_copies(self, model: keras.Model) -> None:
         """Raise ValueError if replicas of this process would share a metric, and race for it."""
-        for v in model.metrics_variables if self.placement.local_replicas > 1 else ():
-            if len(copies(v)) != self.placement.local_replicas:
+        replicas = self.placement.local_replicas
+        for v in metric_variables(model) if replicas > 1 else ():
+            if len(copies(v)) != replicas:
                 raise ValueError(
                     f"expected metrics made in the scope of the strategy, received {v.path!r}, "
-                    f"made outside of it: {self.placement.local_replicas} replicas would share it. "
+                    f"made outside of it: {replicas} replicas would share it. "
                     "Make metrics, and call compile(), inside `with strategy.scope():`."
                 )
+        for metric in metrics_of(model) if replicas > 1 else ():
+            for variable in plain_variables(metric):
+                if len(getattr(variable, "values", (variable,))) != replicas:
+                    raise ValueError(
+                        f"expected state of metrics that each replica has by itself, received the "
+                        f"tf.Variable {variable.name!r} of the metric {metric.name!r}, which "
+                        f"{replicas} replicas would share. Make it with the metric's "
+                        "add_variable(), inside `with strategy.scope():`."
+                    )
 
     def _runner(self, model, model_step) -> Runner:
         self._check_copies(model)

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import local_component
+from tfdist.keras_compat import local_component, metric_variables
 from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.health import preemption
@@ -412,7 +412,7 @@ class Runner:
         with self._strategy.scope():  # otherwise metrics would be summed over the workers
             return [
                 self._optimizer_steps(),
-                *(local_component(v, 0).numpy().tobytes() for v in self.model.metrics_variables),
+                *(local_component(v, 0).numpy().tobytes() for v in metric_variables(self.model)),
             ]
 
     def _next(self, source):

@@ -17,10 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import local_component
+from tfdist.keras_compat import local_component, metric_variables, metrics_of
 from tfdist.parallel.placement import Placement
 from tfdist.train.synchronous.assigned_weights import check_equal, weights_among
-from tfdist.train.synchronous.gathered_rows import is_gathered
+from tfdist.train.synchronous.gathered_metrics import is_gathered
 from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
 
@@ -49,14 +49,14 @@ class ReplicaState:
 
         Args:
             note: Float64 numbers of this worker, `[n]`, that travel along.
-            indices: Indices of metrics in `model.metrics`.
+            indices: Indices of metrics in `metrics_of(model)`.
 
         Returns:
             The result of `model.get_metrics_result()`, the result of each metric in `indices`
             by its index, and the notes of all workers, `[workers, n]`.
         """
         note_tensor = tf.constant(note, tf.float64)
-        variables = self._model.metrics_variables
+        variables = metric_variables(self._model)
         # Whether a metric is gathered is known after its first update only.
         gathered = [is_gathered(v) for v in variables]
         function = self._traced(
@@ -251,12 +251,13 @@ class ReplicaState:
         return [tf.reshape(p, v.shape) for p, v in zip(parts, variables, strict=True)], notes
 
     def _metrics(self, note, indices):
-        variables = self._model.metrics_variables
+        variables = metric_variables(self._model)
         totals, notes = self._totals(variables, note)
         values = [tf.cast(total, v.dtype) for total, v in zip(totals, variables, strict=True)]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = self._model.get_metrics_result()
-            own_results = {i: self._model.metrics[i].result() for i in indices}
+            metrics = metrics_of(self._model)
+            own_results = {i: metrics[i].result() for i in indices}
             # A result may be a variable, which has these values only here.
             results, own_results = tf.nest.map_structure(
                 tf.convert_to_tensor, (results, own_results)

@@ -22,12 +22,14 @@ from tfdist.keras_compat import (
     is_compiled_by_xla,
     layer_state,
     local_component,
+    metric_variables,
     python_of,
     scale_loss_for_distribution,
 )
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.replica_weight import Weight, step_weight, weighted_step
+from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
+from tfdist.train.synchronous.gathered_metrics import is_gathered
 
 # Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
 _SEED_STRIDE = 104_729
@@ -57,7 +59,7 @@ def run_replica(
         The result of `step`.
 
     Raises:
-        ValueError: Replicas would meet in a branch or a loop of the step.
+        ValueError: If replicas would meet in a branch or a loop of the step.
     """
     if placement.replicas == 1:
         return step(replica_rows(batch, 0, placement, host))
@@ -153,7 +155,7 @@ def reduce_weighted_values(
     """
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas == 1 or reduction in (None, "none"):
+    if replicas == 1 or reduction in (None, "none") or has_all_rows():
         return loss
     if loss.shape == (0,):  # in a step that runs eagerly, Keras does not reduce the loss of no rows
         loss = tf.reduce_sum(loss)
@@ -182,11 +184,14 @@ def update_mean(keras_method: Callable, metric: keras.metrics.Mean, values, samp
     """Update a running mean by this replica's values; a scalar counts as the mean of its rows.
 
     On one replica a scalar without a weight counts once for each step. Here the weights of all
-    replicas' scalars add up to one.
+    replicas' scalars add up to one. A list of scalars is several of them.
     """
     weight = step_weight()
-    if weight is not None and sample_weight is None and _is_scalar(values):
-        sample_weight = weight
+    if weight is not None and sample_weight is None:
+        if _is_scalar(values):
+            sample_weight = weight
+        elif isinstance(values, list | tuple) and all(_is_scalar(x) for x in values):
+            sample_weight = tf.fill([len(values)], weight)
     return keras_method(metric, values, sample_weight=sample_weight)
 
 
@@ -205,7 +210,7 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
     These are the non-trainable variables that are neither weights nor metrics.
     """
-    known = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    known = {id(v) for v in (*model.weights, *metric_variables(model))}
     return [
         v for v in model.non_trainable_variables if id(v) not in known and tuple(v.shape) == (2,)
     ]
@@ -241,14 +246,16 @@ def _unchanged_if(empty, model: keras.Model, local: int) -> Iterator[None]:
 
     Statistics over no rows are NaN. Synchronized statistics are those of the whole batch, and stay.
     """
-    metrics = [local_component(v, local) for v in model.metrics_variables]
+    of_metrics = metric_variables(model)
+    metrics = [local_component(v, local) for v in of_metrics]
     moving = [local_component(v, local) for v in moving_state(model)]
     before = [tf.identity(v) for v in (*metrics, *moving)]
     yield
 
     def restore():
-        for v, old in zip(metrics, before, strict=False):
-            v.assign(old)
+        for whole, v, old in zip(of_metrics, metrics, before, strict=False):
+            if not is_gathered(whole):  # those were updated by the other replicas' rows
+                v.assign(old)
         for v, old in zip(moving, before[len(metrics) :], strict=True):
             v.assign(tf.where(tf.math.is_finite(v), v, old))
 

@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.parallel.replica_weight import step_weight, weighted
-from tfdist.train.metric_calls import observed
-from tfdist.train.synchronous import gathered_rows
+from tfdist.train.metric_calls import Results, observed
+from tfdist.train.synchronous.gathered_metrics import MetricUpdates
 
 
 class StepLogs:
@@ -41,7 +41,7 @@ class StepLogs:
 
     @property
     def metrics(self) -> tuple[int, ...]:
-        """Return the indices in `model.metrics` of the metrics whose results are in the logs."""
+        """Return the indices, in `metrics_of(model)`, of metrics whose results are in the logs."""
         return tuple(sorted({source[0] for source in self._sources if source is not None}))
 
     @property
@@ -58,17 +58,8 @@ class StepLogs:
         Raises:
             TypeError: If the step does not return a dict of numbers.
         """
-        metrics = {id(metric): i for i, metric in enumerate(self._model.metrics)}
-        # By the id of a tensor; the tensor is kept, so that no other one gets its id.
-        results: dict[int, tuple[tuple[int, int], Any]] = {}
-
-        def record(metric: keras.Metric, result: Any) -> None:
-            if id(metric) in metrics:
-                for position, x in enumerate(keras.tree.flatten(result)):
-                    if tf.is_tensor(x):
-                        results[id(x)] = (metrics[id(metric)], position), x
-
-        with observed(self._model, gathered_rows.update_metric, record):
+        results = Results(self._model)
+        with observed(self._model, MetricUpdates().update, results.record):
             logs = self._step(data)
         if not isinstance(logs, dict):
             raise TypeError(
@@ -77,7 +68,7 @@ class StepLogs:
             )
         values = keras.tree.flatten(logs)
         self._structure = keras.tree.map_structure(lambda x: None, logs)
-        self._sources = [results[id(x)][0] if id(x) in results else None for x in values]
+        self._sources = [results.source_of(x) for x in values]
         others = [
             self._part_of_mean(x)
             for x, source in zip(values, self._sources, strict=True)

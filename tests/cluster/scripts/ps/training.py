@@ -405,6 +405,9 @@ def saving(strategy):
     model.save_weights(directory / "model.weights.h5")
     own = {"mean_output": mean_output}
     here = keras.models.load_model(directory / "model.keras", custom_objects=own)
+    raises(ValueError, "made outside of it: it would train on", here.fit, batches(), verbose=0)
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        here = keras.models.load_model(directory / "model.keras", custom_objects=own)
     assert "/job:ps" not in here.trainable_variables[0].value.device
     assert (weight(here), int(here.optimizer.iterations.numpy())) == (-2 * STEPS, 2 * STEPS)
     here.fit(batches(), verbose=0)

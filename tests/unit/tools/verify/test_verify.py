@@ -18,7 +18,13 @@ from tfdist.tools.verify import main as command
 from tfdist.tools.verify import rendering
 from tfdist.tools.verify.causes import likely
 from tfdist.tools.verify.compare import compare
-from tfdist.tools.verify.probes import disable_dropout_and_noise, fingerprints, layers_of, reverse
+from tfdist.tools.verify.probes import (
+    disable_dropout_and_noise,
+    fingerprints,
+    first_rows,
+    layers_of,
+    reverse,
+)
 from tfdist.tools.verify.processes import RecordingFailed, reason, run
 from tfdist.tools.verify.recording import (
     EXAMPLES,
@@ -222,7 +228,11 @@ def test_a_worker_with_fewer_steps_is_a_difference():
             {"gradient": lambda step, x: x**1.1, "logs": lambda step, x: x * 1.1},
             r"rows of a batch depend on each other.*all_gather_rows",
         ),
-        ({"logs": lambda step, x: x * 1.1}, "only the logs differ: loss"),
+        (
+            {"gradient": lambda step, x: x**1.1},
+            r"the loss agrees, and gradients do not.*clipnorm.*depend on each other",
+        ),
+        ({"logs": lambda step, x: x * 1.1}, "only what is reported differs: loss, accuracy"),
         ({"state__3": lambda step, x: x * (1 + 0.1 * step)}, "something other than the optimizer"),
         ({"copies": lambda step, x: x + 0.1 * step}, "copies of dense/kernel differ"),
     ],
@@ -254,6 +264,27 @@ def test_a_difference_without_gradients_is_no_known_pattern():
         "no pattern can be found without whole gradients: with parallel.zero each replica has only"
         in likely(without, [])
     )
+
+
+def test_weights_that_each_replica_assigns_without_gradients_are_named():
+    changes = {"state__3": lambda step, x: x * (1 + 0.1 * step), "copies": lambda step, x: x + step}
+    workers = [dataclasses.replace(each, local_replicas=2) for each in halves(recording(**changes))]
+    comparison = comparison_of(workers)
+    without = dataclasses.replace(
+        comparison, differences=tuple(d for d in comparison.differences if d.kind != GRADIENTS)
+    )
+    assert "copies of dense/kernel differ" in likely(without, [])
+    assert "optimizer.apply(gradients, variables)" in likely(without, [])
+
+
+def test_the_first_rows_of_a_batch():
+    ragged = tf.ragged.constant([[1], [2, 3], [4]])
+    sparse = tf.sparse.from_dense([[1, 0], [0, 2], [3, 0]])
+    dense, ragged, sparse, scalar = first_rows((tf.range(3), ragged, sparse, tf.constant(7)), 2)
+    assert dense.numpy().tolist() == [0, 1]
+    assert ragged.to_list() == [[1], [2, 3]]
+    assert tf.sparse.to_dense(sparse).numpy().tolist() == [[1, 0], [0, 2]]
+    assert int(scalar) == 7
 
 
 def test_rows_on_several_workers_overlap():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -200,9 +201,7 @@ def test_arguments_travel_with_the_call_to_a_worker(batches, stacks):
 
     It would in a call that keeps all of Python waiting for a worker that is stopped.
     """
-    runner = RemoteRunner(
-        None, None, types.SimpleNamespace(metrics_variables=[]), None, None, None, HOST
-    )
+    runner = RemoteRunner(None, None, keras.Sequential(), None, None, None, HOST)
     runner._seeds = tf.zeros([0, 2], tf.int64)
     runner._pass = types.SimpleNamespace(graph=b"a data set")
     graph = types.SimpleNamespace(opener="open", function="run", stacks=stacks)

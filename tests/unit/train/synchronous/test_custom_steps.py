@@ -10,7 +10,9 @@ import tensorflow as tf
 from keras import ops
 
 import tfdist
-from tfdist.train.synchronous.gathered_rows import is_gathered
+from tfdist.keras_compat import copies
+from tfdist.parallel.replica_weight import weighted_step
+from tfdist.train.synchronous.gathered_metrics import MetricUpdates, is_gathered
 
 ROWS = 33  # batches of 16, 16 and 1 rows
 mse = keras.losses.MeanSquaredError
@@ -58,19 +60,32 @@ class KerasLoss(OwnStep):
 
 
 class Trackers(OwnStep):
+    """Update metrics in several forms; `metrics` leaves one of them out."""
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.tracker = keras.metrics.Mean(name="total")
+        self.listed = keras.metrics.Mean(name="listed")
         self.error = keras.metrics.MeanAbsoluteError(name="mae")
+        self.omitted = keras.metrics.RootMeanSquaredError(name="omitted")
 
     @property
     def metrics(self):
-        return [self.tracker, self.error]
+        return [self.tracker, self.listed, self.error]
 
     def logs(self, loss, y, prediction):
         self.tracker.update_state(loss)
+        self.listed.update_state([loss])
+        self.listed.update_state([loss, 2 * loss])
         self.error.update_state(y, prediction)
-        return {"loss": self.tracker.result(), "mae": self.error.result(), "twice": 2 * loss}
+        self.omitted.update_state(y, prediction)
+        return {
+            "loss": self.tracker.result(),
+            "listed": self.listed.result(),
+            "mae": self.error.result(),
+            "omitted": self.omitted.result(),
+            "twice": 2 * loss,
+        }
 
 
 class Guide(OwnStep):
@@ -354,24 +369,32 @@ class SumOfBatchMeans(Stateful):
         return state + ops.mean(errors)
 
 
-class FromOne(Stateful):
-    start = 1.0
-
-    def new(self, state, errors):
-        return state + ops.sum(errors)
-
-
 class AboveThree(Largest):
     start = 3.0
 
 
 class Plain(Stateful):
+    tfdist_sums_rows = True
+
     def new(self, state, errors):
         return state + ops.sum(errors)
 
 
+class FromOne(Plain):
+    start = 1.0
+
+
+class BatchesAbove(Stateful):
+    """A metric that no data in [0, 1] tell from a sum over rows."""
+
+    def new(self, state, errors):
+        return state + ops.cast(ops.max(errors) > 1.5, "float32")
+
+
 class Inner(keras.metrics.Metric):
     """A metric that keeps the mean of each batch's mean error in a metric of its own."""
+
+    tfdist_sums_rows = True
 
     def __init__(self):
         super().__init__(name="Inner")
@@ -385,6 +408,51 @@ class Inner(keras.metrics.Metric):
         return self.mean.result()
 
 
+class KerasVariable(keras.metrics.Metric):
+    """A metric whose state has no aggregation, so that it cannot be summed."""
+
+    tfdist_sums_rows = True
+
+    def __init__(self):
+        super().__init__(name=type(self).__name__)
+        self.state = keras.Variable(0.0, trainable=False)
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.state.assign(self.state + ops.sum(ops.abs(y - prediction)))
+
+    def reset_state(self):
+        self.state.assign(0.0)
+
+    def result(self):
+        return ops.convert_to_tensor(self.state)
+
+
+class TfVariable(KerasVariable):
+    def __init__(self):
+        super().__init__()
+        self.values = [tf.Variable(0.0, trainable=False)]
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.values[0].assign_add(ops.sum(ops.abs(y - prediction)))
+
+    def reset_state(self):
+        self.values[0].assign(0.0)
+
+    def result(self):
+        return tf.identity(self.values[0])
+
+
+class Perplexity(keras.metrics.MeanSquaredError):
+    """A metric whose state Keras updates."""
+
+    def __init__(self):
+        super().__init__(name="perplexity")
+        self.state = self.total
+
+    def result(self):
+        return ops.exp(super().result())
+
+
 def root_of_mean(y, prediction):
     return ops.sqrt(ops.mean(ops.square(y - prediction)))
 
@@ -393,20 +461,47 @@ def mean_by_hand(y, prediction):
     return ops.mean(ops.square(y - prediction))
 
 
-SUMS = (Plain, FromOne, Inner)
-METRICS = (*SUMS, Largest, Smallest, AboveThree, Running, Last, SumOfBatchMeans)
+def declared_mean_by_hand(y, prediction):
+    return ops.mean(ops.square(y - prediction))
 
 
-def test_states_that_are_no_sums(one_device, mirrored):
-    """The states of those that are none, and only of those, are made of all rows."""
+declared_mean_by_hand.tfdist_sums_rows = True
+
+
+def masked_mean(y, prediction):
+    mask = ops.cast(y > 1.5, "float32")
+    return ops.sum(mask * ops.abs(y - prediction)) / ops.maximum(ops.sum(mask), 1.0)
+
+
+def mean_without_nan(y, prediction):
+    known = ops.logical_not(ops.isnan(ops.where(y > 1.0, np.nan, y)))
+    error = ops.where(known, ops.abs(y - prediction), 0.0)
+    return ops.sum(error) / ops.maximum(ops.sum(ops.cast(known, "float32")), 1.0)
+
+
+SUMS = (Plain, FromOne, Inner, Perplexity)
+METRICS = (
+    *SUMS,
+    *(Largest, Smallest, AboveThree, Running, Last, SumOfBatchMeans),
+    *(BatchesAbove, KerasVariable, TfVariable),
+)
+FUNCTIONS = (
+    *(root_of_mean, mean_by_hand, declared_mean_by_hand, masked_mean, mean_without_nan),
+    keras.losses.dice,
+    keras.losses.Dice(),
+    keras.losses.MeanSquaredError(name="of_keras"),
+)
+
+
+def test_metrics_are_those_of_one_replica(one_device, mirrored):
+    """The states of those that do not declare sums, and only of those, are made of all rows."""
 
     def trained(strategy, made):
         x, y = data()
         with strategy.scope():
             model = mlp()
             made.extend(metric() for metric in METRICS)
-            metrics = [*made, root_of_mean, mean_by_hand]
-            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics)
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[*made, *FUNCTIONS])
         keywords = {"batch_size": 16, "verbose": 0, "validation_data": (x, y)}
         history = model.fit(x, y, epochs=2, shuffle=False, **keywords).history
         return history, model.get_weights()
@@ -414,6 +509,28 @@ def test_states_that_are_no_sums(one_device, mirrored):
     made: list = []
     check_equal(trained(one_device, []), trained(mirrored, made))
     assert tuple(type(m) for m in made if not is_gathered(m.state)) == SUMS
+
+
+def test_ragged_targets_are_gathered_and_sparse_ones_refused(mirrored):
+    class Values(Stateful):
+        def update_state(self, values):
+            values = values.values if isinstance(values, tf.RaggedTensor) else values
+            self.state.assign(ops.maximum(self.state, ops.max(values)))
+
+    with mirrored.scope():
+        metric = Values()
+
+    def replica(convert):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        values = convert(tf.cast(tf.fill([replica + 1, 2], replica + 3), tf.float32))
+        with weighted_step(0.5):
+            MetricUpdates().update(metric, type(metric).update_state.__get__(metric), (values,), {})
+        return tf.identity(copies(metric.state)[0])
+
+    states = tf.function(lambda: mirrored.run(replica, args=(tf.RaggedTensor.from_tensor,)))()
+    assert [float(x) for x in mirrored.experimental_local_results(states)] == [4.0, 4.0]
+    with pytest.raises(ValueError, match=r"metric Values: expected dense or ragged.*SparseTensor"):
+        tf.function(lambda: mirrored.run(replica, args=(tf.sparse.from_dense,)))()
 
 
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "uint8", "float32"])
@@ -426,17 +543,6 @@ def test_rows_of_all_types_are_gathered(dtype, mirrored):
     for gathered in mirrored.experimental_local_results(rows):
         assert gathered.dtype == dtype
         np.testing.assert_array_equal(tf.cast(gathered, tf.int32), [0, 1])
-
-
-def test_a_metric_that_refuses_the_trial_is_warned_of(mirrored, caplog):
-    class Picky(Plain):
-        def update_state(self, y, prediction, sample_weight=None):
-            assert not tf.executing_eagerly(), "graphs only"
-            super().update_state(y, prediction)
-
-    fitted(mirrored, mlp, metric=Picky)
-    assert "metric Picky: taken as a sum" in caplog.text
-    assert "graphs only" in caplog.text
 
 
 def test_a_declared_aggregation_counts(one_device, mirrored):
@@ -459,7 +565,7 @@ def test_a_scalar_for_a_state_that_is_no_sum_is_a_mean_of_rows(one_device, mirro
         def update_state(self, loss):
             self.state.assign(ops.maximum(self.state, loss))
 
-    class Tracked(Trackers):
+    class Tracked(OwnStep):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.error = Peak()
