@@ -71,7 +71,8 @@ def test_strategy_that_was_dropped_is_warned_of(caplog):
     tfdist.make_strategy("mirrored", devices=TWO)
     with caplog.at_level(logging.WARNING, "tfdist"):
         losses(compiled())
-    assert len(caplog.records) == 1
+    # In a long process TensorFlow may warn of retracing, too.
+    assert len([record for record in caplog.records if record.name == "tfdist"]) == 1
 
 
 def before_any_strategy():
