@@ -93,17 +93,28 @@ def install() -> None:
         _hook_loss(name)
     _hook_mean()
     _add_conversions(_distribute_values.DistributedVariable)
-    hook_operations(_has_replicas_on_cpus)
+    hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
     scopes.keep_in_clear_session()
 
 
-def _has_replicas_on_cpus() -> bool:
-    """Return whether the current strategy is one of tfdist with several replicas on CPUs."""
+def _has_replicas() -> bool:
+    """Return whether the current strategy is one of tfdist with several replicas."""
     strategy = tf.distribute.get_strategy()
-    if engine_of(strategy) is None or strategy.num_replicas_in_sync == 1:
+    return engine_of(strategy) is not None and strategy.num_replicas_in_sync > 1
+
+
+def _is_one_of_several_replicas() -> bool:
+    """Return whether a replica of such a strategy calls this."""
+    return _has_replicas() and not tf.distribute.in_cross_replica_context()
+
+
+def _has_replicas_on_cpus() -> bool:
+    """Return whether the current strategy is such a strategy, on CPUs."""
+    if not _has_replicas():
         return False
     device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
+    strategy = tf.distribute.get_strategy()
     return device.device_type == "CPU"
 
 
