@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import copies, holder_of, leave_scope
+from tfdist.keras_compat import copies, holder_of, leave_scope, unchanged_by_saving
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
@@ -427,7 +427,8 @@ class Engine(Hooks):
         self._replica_state(model).gather()
         with self.gathered(model):
             if self.placement.is_chief:
-                with leave_scope():  # nothing in it may wait for the other workers
+                # Nothing in it may wait for the other workers, or make this one differ from them.
+                with leave_scope(), unchanged_by_saving(model):
                     return keras_method(model, *args, **kwargs)
         log.debug(
             "%s does not write in model.%s; the chief does",
