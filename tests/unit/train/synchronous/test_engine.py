@@ -405,6 +405,9 @@ def test_an_uneven_batch_weighs_each_row_alike(mirrored):
     assert mse == pytest.approx((x**2).mean())
 
 
+OUTPUT_TYPES = ("bfloat16", "float64", "uint8", "int16", "uint32", "int64", "complex64")
+
+
 def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
     def build():
         x = keras.Input((2,))
@@ -412,6 +415,8 @@ def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
             "same": keras.layers.Identity()(x),
             "rows": keras.ops.sum(x, -1),
             "deep": (keras.ops.expand_dims(x, 1), x * 2),
+            "large": x > 3,
+            **{name: keras.ops.cast(x, name) for name in OUTPUT_TYPES},
         }
         return keras.Model(x, outputs)
 
@@ -425,8 +430,36 @@ def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
         np.testing.assert_array_equal(predicted["rows"], x.sum(-1))
         np.testing.assert_array_equal(predicted["deep"][0], x[:, None])
         np.testing.assert_array_equal(predicted["deep"][1], 2 * x)
+        np.testing.assert_array_equal(predicted["large"], x > 3)
+        for name in OUTPUT_TYPES:
+            assert predicted[name].dtype.name == name
+            np.testing.assert_array_equal(predicted[name].astype("float32").real, x)
     assert isinstance(model.predict_function, Predictor)
     np.testing.assert_array_equal(model.predict_on_batch(x[:3])["rows"], x[:3].sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            lambda x: tf.strings.as_string(x),
+            "expected outputs that are numbers .* received strings",
+        ),
+        (lambda x: tf.RaggedTensor.from_tensor(x), "expected dense outputs .* received Ragged"),
+        (lambda x: tf.sparse.from_dense(x), "expected dense outputs .* received Sparse"),
+    ],
+    ids=["strings", "ragged", "sparse"],
+)
+def test_outputs_that_replicas_cannot_exchange_are_refused(mirrored, output, message):
+    class Outputs(keras.Model):
+        def call(self, x):
+            return output(x)
+
+    with mirrored.scope():
+        model = Outputs()
+        model.built = True
+    with pytest.raises(ValueError, match=f"predict: {message}"):
+        model.predict(np.ones([4, 2], "float32"), verbose=0)
 
 
 # --- Other models; memory -------------------------------------------------------------------------
