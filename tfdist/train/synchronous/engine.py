@@ -314,7 +314,13 @@ class Engine(Hooks):
     def feed(self, dataset: tf.data.Dataset) -> Feed:
         """Return the `Feed` that Keras iterates over instead of `dataset`."""
         if self._kind != "fit" or self._training_feed is not None:
-            return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+            return Feed(
+                dataset,
+                self.placement,
+                self.host,
+                symbolic_first=self._kind != "predict",
+                ends_early=self._kind == "fit" and self._watches["evaluate"].steps is not None,
+            )
         self._training_feed = Feed(
             dataset,
             self.placement,
@@ -323,6 +329,7 @@ class Engine(Hooks):
             steps=self._steps_of_fit,
             position=DataPosition(dataset, self._steps_per_epoch, self._steps_per_execution),
             epoch=lambda: self.heartbeat.epoch,
+            ends_early=self._steps_per_epoch is not None,
         )
         return self._training_feed
 

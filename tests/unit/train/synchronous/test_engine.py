@@ -405,6 +405,36 @@ def test_an_uneven_batch_weighs_each_row_alike(mirrored):
     assert mse == pytest.approx((x**2).mean())
 
 
+@pytest.mark.parametrize("batches", [None, 30])
+def test_data_that_threads_of_keras_make_go_on_in_the_next_epoch(batches, one_device, mirrored):
+    """Keras stops the threads between epochs, where nothing may be read ahead."""
+
+    class Numbers(keras.utils.PyDataset):
+        num_batches = batches
+
+        def __getitem__(self, index):
+            return np.full([4, 1], index, "float32"), np.zeros([4, 1], "float32")
+
+    def losses(strategy):
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones")]
+            )
+            model.compile(keras.optimizers.SGD(0.0), loss=lambda y, prediction: prediction)
+        return model.fit(
+            Numbers(workers=2),
+            steps_per_epoch=4,
+            epochs=3,
+            validation_data=Numbers(workers=2),
+            validation_steps=2,
+            shuffle=False,
+            verbose=0,
+        ).history
+
+    expected = {"loss": [1.5, 5.5, 9.5], "val_loss": [0.5, 2.5, 4.5]}  # of Keras by itself
+    assert losses(one_device) == losses(mirrored) == expected
+
+
 OUTPUT_TYPES = ("bfloat16", "float64", "uint8", "int16", "uint32", "int64", "complex64")
 
 
