@@ -46,14 +46,16 @@ class Predictor:
     def _build(self, batch: Batch) -> None:
         """Make the model's variables in the scope; replicas cannot make them in a step."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(without_optionals(batch.data))
-        if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in keras.tree.flatten(x)):
-            return  # a step makes them, if it can: only the shapes of dense tensors are enough
+        kinds = tf.Tensor | tf.SparseTensor
+        if not all(isinstance(t, kinds) and t.shape.rank for t in tf.nest.flatten(x)):
+            return  # a step makes them, if it can: Keras has no symbols of ragged tensors
+
+        def symbol(t):
+            sparse = isinstance(t, tf.SparseTensor)
+            return keras.KerasTensor([None, *t.shape[1:]], t.dtype, sparse=sparse)
+
         with self._strategy.scope():
-            self.model(
-                keras.tree.map_structure(
-                    lambda t: keras.KerasTensor([None, *t.shape[1:]], t.dtype), x
-                )
-            )
+            self.model(tf.nest.map_structure(symbol, x))
 
     def _predict(self, batches: list[Batch]):
         outputs = [

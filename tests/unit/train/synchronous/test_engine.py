@@ -633,10 +633,13 @@ def test_an_optimizer_that_is_first_used_in_a_branch_is_refused(mirrored):
         train_in_loop(mirrored, build=False, inside=branch)
 
 
-def test_predict_builds_a_model(mirrored):
+@pytest.mark.parametrize("sparse", [False, True])
+def test_predict_builds_a_model(mirrored, sparse):
     x = np.ones([5, 4], "float32")
     with mirrored.scope():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.layers.Dense(3)])
-    found = model.predict(x, batch_size=3, verbose=0)
+    given = tf.data.Dataset.from_tensor_slices(x).batch(3)
+    given = given.map(tf.sparse.from_dense) if sparse else given
+    found = model.predict(given, verbose=0)
     np.testing.assert_allclose(found, x @ model.get_weights()[0], rtol=1e-6)
