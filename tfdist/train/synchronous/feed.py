@@ -78,7 +78,7 @@ class Feed:
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
-        self.reads_ahead = not (ends_early and _is_made_by_keras_threads(dataset))
+        self.reads_ahead = not (ends_early and is_made_by_keras_threads(dataset))
         self._source = dataset
         self._steps = steps
         self._endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
@@ -297,7 +297,7 @@ def any_rows(data: Any) -> Any:
     return tf.nest.map_structure(spec, data)
 
 
-def _is_made_by_keras_threads(dataset: tf.data.Dataset) -> bool:
+def is_made_by_keras_threads(dataset: tf.data.Dataset) -> bool:
     """Return whether Keras made the data set of a PyDataset with workers: it sets these options."""
     options = dataset.options()
     return options.autotune.enabled is False and options.threading.private_threadpool_size == 1
