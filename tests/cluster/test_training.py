@@ -102,7 +102,9 @@ def test_files_of_the_chief_are_complete(job):
 
 def test_models_are_saved_and_quantized_inside_the_scope(job):
     """Only the chief saves there, so that nothing that it makes may be a collective."""
-    (weights, predictions, quantized, narrow), other = (result["scoped"] for result in job.results)
+    (weights, predictions, quantized, narrow, state, read), other = (
+        result["scoped"] for result in job.results
+    )
     for a, b in zip(
         weights + quantized + [predictions, narrow],
         [*other[0], *other[2], other[1], other[3]],
@@ -110,9 +112,13 @@ def test_models_are_saved_and_quantized_inside_the_scope(job):
     ):
         np.testing.assert_array_equal(a, b)
     assert float(narrow[0]) == 200
+    assert (state, read) == tuple(other[4:])
+    assert [values[0] for values in read] == pytest.approx([0.001, 0.0005])
+    assert read[0][1:2] + read[0][3:] == read[1][1:2] + read[1][3:]
+    assert state[1]
     assert "int8" in {w.dtype.name for w in quantized}
     chief = job.directory / "rank-0"
-    for name in ("scoped.keras", "scoped-1.keras"):
+    for name in ("scoped.keras", "scoped-1.keras", "scoped.h5"):
         for a, b in zip(keras.models.load_model(chief / name).get_weights(), weights, strict=True):
             np.testing.assert_array_equal(a, b)
     saved = keras.models.load_model(chief / "quantized.keras", compile=False)

@@ -1,4 +1,4 @@
-"""Conversion of model, optimizer, callback and random state to snapshots and back.
+"""Conversion of model, optimizer, callback, random and history state to snapshots.
 
 Under a strategy, a variable is saved as its value on all replicas. Values that each replica holds
 for itself, such as metrics in the middle of an epoch, are not part of this state.
@@ -231,6 +231,50 @@ def best_into_callbacks(
         callback.best_weights = [
             array for key, array in arrays.items() if key.startswith(f"{_BEST}/{i}/")
         ] or None
+
+
+def of_history(epochs: Sequence[int], logs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the history of a training as a value that JSON keeps exactly.
+
+    Args:
+        epochs: Epochs that have ended.
+        logs: Values of each loss and metric, one for each epoch: numbers or arrays.
+
+    Returns:
+        A dict of "epoch", of "values", in which arrays are nested lists, and of "dtypes", the dtype
+        of each name that has arrays.
+
+    Example:
+        >>> of_history([0], {"loss": [0.5], "f1": [np.array([0.25, 1], np.float32)]})
+        {'epoch': [0], 'values': {'loss': [0.5], 'f1': [[0.25, 1.0]]}, 'dtypes': {'f1': 'float32'}}
+    """
+    values: dict[str, list] = {}
+    dtypes: dict[str, str] = {}
+    for name, column in logs.items():
+        arrays = [np.asarray(value) for value in column]
+        values[name] = [array.tolist() if array.ndim else float(array) for array in arrays]
+        for array in arrays:
+            if array.ndim:
+                dtypes[name] = array.dtype.name
+    return {"epoch": list(epochs), "values": values, "dtypes": dtypes}
+
+
+def into_history(saved: Mapping[str, Any], history: keras.callbacks.History) -> None:
+    """Restore the history of a training.
+
+    Args:
+        saved: History that `of_history` returned.
+        history: History of the resumed training, which is replaced.
+    """
+    dtypes = {
+        name: tf.as_dtype(dtype).as_numpy_dtype for name, dtype in saved.get("dtypes", {}).items()
+    }
+    history.epoch[:] = saved["epoch"]
+    history.history.clear()
+    for name, column in saved["values"].items():
+        history.history[name] = [
+            np.array(value, dtypes[name]) if isinstance(value, list) else value for value in column
+        ]
 
 
 def of_random() -> Snapshot:

@@ -21,6 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state as _global_state
 from keras.src.losses import (
     loss as _loss,
 )  # scale_loss_for_distribution has no public name, keras #18624
@@ -97,17 +98,28 @@ def install() -> None:
         _hook_in_replicas(owner, name, hook)
     replica_losses.install()
     _add_conversions(_distribute_values.DistributedVariable)
-    hook_operations(_has_replicas_on_cpus)
+    hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
     hook_files()
     importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
     scopes.keep_in_clear_session()
 
 
-def _has_replicas_on_cpus() -> bool:
-    """Return whether the current strategy is one of tfdist with several replicas on CPUs."""
+def _has_replicas() -> bool:
+    """Return whether the current strategy is one of tfdist with several replicas."""
     strategy = tf.distribute.get_strategy()
-    if engine_of(strategy) is None or strategy.num_replicas_in_sync == 1:
+    return engine_of(strategy) is not None and strategy.num_replicas_in_sync > 1
+
+
+def _is_one_of_several_replicas() -> bool:
+    """Return whether a replica of such a strategy calls this."""
+    return _has_replicas() and not tf.distribute.in_cross_replica_context()
+
+
+def _has_replicas_on_cpus() -> bool:
+    """Return whether the current strategy is such a strategy, on CPUs."""
+    if not _has_replicas():
         return False
+    strategy = tf.distribute.get_strategy()
     device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
     return device.device_type == "CPU"
 
@@ -750,6 +762,31 @@ def leave_scope() -> Iterator[None]:
     finally:
         graph._distribution_strategy_stack = modes
         graph._variable_creator_stack = creators
+
+
+@contextlib.contextmanager
+def unchanged_by_saving(model: keras.Model) -> Iterator[None]:
+    """Undo what Keras changes besides files when it saves a model within the context.
+
+    Only the chief saves, and the other workers must have the same state. The writer of HDF5 files
+    removes the optimizer from the model's compile config, so that `clone_model` would compile the
+    clone on the other workers only. All writers make objects, which count in the names of later
+    ones.
+    """
+    compiled = getattr(model, "_compile_config", None)
+    config = dict(compiled.config) if compiled is not None else {}
+    names = _global_state.get_global_attribute("object_name_uids")
+    counts = dict(names) if names is not None else {}
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            compiled.config.clear()
+            compiled.config.update(config)
+        names = _global_state.get_global_attribute("object_name_uids")
+        if names is not None:
+            names.clear()
+            names.update(counts)
 
 
 # Types that TensorFlow cannot broadcast between workers, and a type that holds their values.

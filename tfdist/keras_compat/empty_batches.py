@@ -1,54 +1,94 @@
-"""Convolutions and pooling of batches without rows, which oneDNN's kernels get wrong.
+"""Operations on batches without rows, which some kernels and Keras' eager mode get wrong.
 
-On CPUs, the result of a convolution of no rows has the shape of its input, so that the next layer
-fails, and gradients of convolutions and pooling end the process. A replica gets no rows where a
-batch has fewer rows than there are replicas.
+A replica gets no rows where a batch has fewer rows than there are replicas. On CPUs, the result of
+a convolution of no rows then has the shape of its input, so that the next layer fails, gradients of
+convolutions and pooling end the process (oneDNN), and other pooling raises an error. With
+`run_eagerly=True`, Keras refuses a maximum or minimum of each row if there are no rows.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow import numpy as _keras_numpy
 from tensorflow.python.ops import gen_nn_ops as _gen_nn_ops
 
-# The operations that all others are made of: those of tf.nn, of Keras' layers, and gradients.
-OPERATIONS = (
-    "conv2d",
-    "conv3d",
-    "depthwise_conv2d_native",
-    "max_pool",
-    "max_pool3d",
-    "avg_pool",
-    "avg_pool3d",
-)
+# The operations that all others are made of: those of tf.nn, of Keras' layers, and gradients. The
+# number is that of their results that have the rows of the batch; further results do not.
+OPERATIONS = {
+    "conv2d": 1,
+    "conv3d": 1,
+    "depthwise_conv2d_native": 1,
+    "max_pool": 1,
+    "max_pool3d": 1,
+    "max_pool_with_argmax": 2,
+    "avg_pool": 1,
+    "avg_pool3d": 1,
+    "fractional_max_pool": 1,
+}
+
+# Functions of keras.ops, and those of TensorFlow that they call, for numbers and for bool.
+EXTREMES = {
+    "max": (tf.reduce_max, tf.reduce_any),
+    "min": (tf.reduce_min, tf.reduce_all),
+}
 
 
-def hook_operations(applies: Callable[[], bool]) -> None:
+def hook_operations(applies: Callable[[], bool], in_replica: Callable[[], bool]) -> None:
     """Make these operations right for batches without rows.
 
     Args:
         applies: Function that returns whether a replica of the current strategy may have no rows,
             and runs on a CPU.
+        in_replica: Function that returns whether a replica of the current strategy may have no
+            rows.
     """
-    for name in OPERATIONS:
-        _hook(name, applies)
+    for name, results in OPERATIONS.items():
+        _hook(name, results, applies)
+    for name, reductions in EXTREMES.items():
+        _hook_extreme(name, *reductions, in_replica)
 
 
-def _hook(name: str, applies: Callable[[], bool]) -> None:
+def _hook(name: str, results: int, applies: Callable[[], bool]) -> None:
     original = getattr(_gen_nn_ops, name)
+    first = next(iter(inspect.signature(original).parameters))
 
     @functools.wraps(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
-        x = tf.convert_to_tensor(args[0]) if args and applies() else None
-        if x is None or x.shape.rank is None or x.shape[0]:
+        if not applies():
             return original(*args, **kwargs)
+        x = tf.convert_to_tensor(args[0] if args else kwargs.pop(first))
+        if x.shape.rank is None or x.shape[0]:
+            return original(x, *args[1:], **kwargs)
         y = original(_with_a_row(x), *args[1:], **kwargs)
-        return _first_rows(y, tf.shape(x)[0])
+        rows = tf.shape(x)[0]
+        if not isinstance(y, tuple):
+            return _first_rows(y, rows)
+        return type(y)(*(_first_rows(part, rows) for part in y[:results]), *y[results:])
 
     setattr(_gen_nn_ops, name, operation)
+
+
+def _hook_extreme(
+    name: str, of_numbers: Callable, of_bools: Callable, in_replica: Callable[[], bool]
+) -> None:
+    """Let Keras' eager maximum and minimum accept no rows, as its compiled ones do."""
+    original = getattr(_keras_numpy, name)
+
+    @functools.wraps(original)
+    def extreme(x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
+        if initial is None and tf.executing_eagerly() and in_replica():
+            x = _keras_numpy.convert_to_tensor(x)
+            if x.shape.rank and x.shape[0] == 0:
+                reduce = of_bools if x.dtype == tf.bool else of_numbers
+                return reduce(x, axis=axis, keepdims=keepdims)
+        return original(x, axis=axis, keepdims=keepdims, initial=initial)
+
+    setattr(_keras_numpy, name, extreme)
 
 
 def _with_a_row(x: tf.Tensor) -> tf.Tensor:

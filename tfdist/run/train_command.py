@@ -21,6 +21,7 @@ from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
 from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
+from tfdist.telemetry.named_scalars import named_scalars
 
 if TYPE_CHECKING:
     import keras
@@ -183,10 +184,7 @@ def run(settings: config.Run) -> dict[str, Any]:
             keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
     )
-    metrics = {
-        name: float(value)
-        for name, value in model.evaluate(test, verbose=0, return_dict=True).items()
-    }
+    metrics = named_scalars(model.evaluate(test, verbose=0, return_dict=True))
     if "model" in paths:
         model.save(paths["model"])
 

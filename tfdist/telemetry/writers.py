@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tfdist.telemetry.layout import append_json, read_json_lines
+from tfdist.telemetry.named_scalars import named_scalars
 
 log = logging.getLogger("tfdist")
 
@@ -57,6 +58,8 @@ class Writer(Protocol):
 class Telemetry:
     """Sends the same values to several writers.
 
+    Writers get single numbers: a vector or a dict is split into its entries, see `named_scalars`.
+
     Args:
         writers: Destinations. The sequence is empty on workers other than the chief.
 
@@ -68,16 +71,17 @@ class Telemetry:
     def __init__(self, writers: Sequence[Writer]):
         self.writers = tuple(writers)
 
-    def scalars(self, step: int, values: Mapping[str, float], axis: str = "epoch") -> None:
+    def scalars(self, step: int, values: Mapping[str, Any], axis: str = "epoch") -> None:
         """Write values to every writer.
 
         Args:
             step: Number of the epoch from 0, or number of steps done.
-            values: Numbers by name.
+            values: Numbers by name, or nests of numbers, each of which gets a name of its own.
             axis: Unit of `step`: "epoch" (default) or "step".
         """
+        numbers = named_scalars(values)
         for writer in self.writers:
-            writer.scalars(step, values, axis)
+            writer.scalars(step, numbers, axis)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Write settings to every writer.

@@ -28,6 +28,7 @@ from tfdist.backup.store import SUFFIX, Store
 from tfdist.cluster.addresses import Presence
 from tfdist.cluster.preflight import PeersAbsent
 from tfdist.keras_compat import LOSS_HOOKS, MODEL_HOOKS
+from tfdist.telemetry.named_scalars import named_scalars
 from tfdist.train.hooks import Hooks, bind
 from tfdist.train.synchronous.engine import Engine
 from tfdist.train.synchronous.worker_callbacks import listed
@@ -262,19 +263,20 @@ class _Report:
         self.history.set_model(model)
         self.history.on_train_begin()
 
-    def add(self, checkpoint: Checkpoint, metrics: dict[str, float]) -> None:
+    def add(self, checkpoint: Checkpoint, metrics: dict[str, Any]) -> None:
         """Add the metrics of one checkpoint."""
         epoch = checkpoint.epoch
         if epoch is None:
             epoch = max(self.history.epoch, default=-1) + 1
         self.history.on_epoch_end(epoch, {f"val_{name}": value for name, value in metrics.items()})
-        values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        scalars = named_scalars(metrics)
+        values = ", ".join(f"{name} {value:.4f}" for name, value in scalars.items())
         self._print_line(
             f"evaluator: epoch {epoch + 1}: {values} ({os.path.basename(checkpoint.path)})"
         )
         for writer in self._writers:
             with writer.as_default():
-                for name, value in metrics.items():
+                for name, value in scalars.items():
                     # TensorBoard shows this curve beside the chief's, which has the same name.
                     tf.summary.scalar(f"epoch_{name}", value, step=epoch)
             writer.flush()

@@ -12,6 +12,7 @@ import sys
 import time
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfdist
@@ -44,23 +45,42 @@ def slowly(x, y):
         return tf.identity(x), y
 
 
+def read_variables(model) -> list:
+    """Read variables as callbacks do, and change the learning rate."""
+    rate, kernel = model.optimizer.learning_rate, model.layers[-1].kernel
+    values = [float(rate), int(model.optimizer.iterations), f"{float(rate * 0.5):.4f} {rate}"]
+    values += [np.asarray(kernel).sum(), np.asarray(kernel[0]).tolist(), kernel.value.numpy()[0, 1]]
+    model.optimizer.learning_rate = 0.5 * rate
+    return values
+
+
 def inside_scope(strategy, own: pathlib.Path) -> list:
     """Save, quantize and load a model in the scope, where each new variable is a collective."""
     with strategy.scope():
         model = build(strategy)
+        read = []
         model.fit(
             dataset(*data()),
             verbose=0,
-            callbacks=[keras.callbacks.ModelCheckpoint(own / "scoped-{epoch}.keras")],
+            callbacks=[
+                keras.callbacks.ModelCheckpoint(own / "scoped-{epoch}.keras"),
+                keras.callbacks.LambdaCallback(
+                    on_epoch_end=lambda epoch, logs: read.append(read_variables(model))
+                ),
+            ],
         )
+        read.append(read_variables(model))
         weights = model.get_weights()
         model.save(own / "scoped.keras")
+        model.save(own / "scoped.h5")  # Keras changes the model that it writes
         model.save_weights(own / "scoped.weights.h5")
+        clone = keras.models.clone_model(model)
+        state = model.to_json(), clone.compiled, clone.name
         model.quantize("int8")
         model.save(own / "quantized.keras")
         predictions = model.predict(data()[0], verbose=0)
         narrow = keras.Variable([200 if own.name == "rank-0" else 0], dtype="bfloat16")
-        return [weights, predictions, model.get_weights(), narrow.numpy()]
+        return [weights, predictions, model.get_weights(), narrow.numpy(), state, read]
 
 
 def main(directory: str, stage: str) -> None:

@@ -95,3 +95,30 @@ def test_empty_source_is_refused(tmp_path):
 def test_sources_in_memory_are_not_cached_again():
     source = of_arrays(np.arange(3))
     assert cached(source, True) is source
+
+
+def test_no_flipped_bit_of_a_cache_changes_the_data(labelled, tmp_path):
+    """Its files are those of a written data set, whose tests flip more bits."""
+    source = records(str(labelled), {"y": "int64"})
+    directory = tmp_path / "cache"
+
+    def read():
+        return [int(y) for y in cached(source, str(directory)).dataset()]
+
+    assert read() == [0, 1, 7, 2]
+    files = sorted(path for path in directory.iterdir() if path.suffix != ".lock")
+    assert {path.suffix for path in files} == {".json", ".tfrecord", ".tfdist-index"}
+    refused = []
+    for path in files:
+        whole = path.read_bytes()
+        for bit in range(3, 8 * len(whole), 2 * len(whole) + 1):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            try:
+                assert read() == [0, 1, 7, 2], (path, bit)
+            except (ValueError, tf.errors.DataLossError):
+                refused.append(path.suffix)
+        path.write_bytes(whole)
+    assert refused == [".tfrecord"] * 4 + [".json"] * 4
+    assert read() == [0, 1, 7, 2]

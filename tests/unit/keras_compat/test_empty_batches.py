@@ -1,5 +1,6 @@
 """Test convolutions and pooling of batches without rows under several replicas on CPUs."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -25,6 +26,16 @@ CASES = {
     ),
     "max_pool": (IMAGE, (), lambda x, k: k * tf.nn.max_pool2d(x, 2, 2, "SAME")),
     "max_pool3d": (VOLUME, (), lambda x, k: k * tf.nn.max_pool3d(x, 2, 2, "SAME")),
+    "max_pool_with_argmax": (
+        IMAGE,
+        (),
+        lambda x, k: k * tf.nn.max_pool_with_argmax(x, 2, 2, "SAME")[0],
+    ),
+    "fractional_max_pool": (
+        IMAGE,
+        (),
+        lambda x, k: k * tf.nn.fractional_max_pool(x, 1.5, seed=1)[0],
+    ),
     "avg_pool": (IMAGE, (), lambda x, k: k * tf.nn.avg_pool2d(x, 2, 2, "SAME")),
     "avg_pool3d": (VOLUME, (), lambda x, k: k * tf.nn.avg_pool3d(x, 2, 2, "SAME")),
 }
@@ -89,3 +100,14 @@ def test_an_operation_is_hooked_once(name):
     operation = getattr(gen_nn_ops, name)
     assert operation.__code__.co_filename == empty_batches.__file__
     assert operation.__wrapped__.__code__.co_filename != empty_batches.__file__
+
+
+@pytest.mark.parametrize("name", empty_batches.EXTREMES)
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_eager_extremes_of_rows_need_no_rows(name, dtype, mirrored):
+    extreme = getattr(keras.ops, name)
+    x = tf.cast(tf.zeros([0, 3]), dtype)
+    for y in mirrored.experimental_local_results(mirrored.run(lambda: extreme(x, axis=1))):
+        assert (y.shape, y.dtype.name) == ((0,), dtype)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of an empty tensor"):
+        extreme(x, axis=1)  # outside of a replica

@@ -6,6 +6,7 @@ It writes nothing of the chief's.
 import os
 import threading
 import time
+import types
 
 import keras
 import numpy as np
@@ -18,6 +19,8 @@ from tfdist.backup.snapshot import Snapshot
 from tfdist.cluster.addresses import Presence
 from tfdist.cluster.preflight import PeersAbsent
 from tfdist.strategies.factory import is_chief
+from tfdist.tools.report import tensorboard_events
+from tfdist.tools.report.run_files import Reader
 from tfdist.train import evaluator as room
 from tfdist.train.evaluator import find_sources
 
@@ -306,3 +309,18 @@ def test_checkpoints_of_another_model_are_an_error_when_there_are_no_others(
     saves = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
     with pytest.raises(ValueError, match=r"1.keras: cannot be loaded into this model"):
         build(strategy).fit(X, Y, validation_data=(X, Y), verbose=0, callbacks=[saves])
+
+
+def test_a_result_that_is_a_vector_has_a_curve_for_each_entry(one_device, tmp_path):
+    lines = []
+    report = room._Report(build(one_device), [str(tmp_path)], lines.append)
+    checkpoint = types.SimpleNamespace(epoch=2, path="3.keras")
+    report.add(checkpoint, {"loss": 0.5, "f1": np.array([0.25, 0.75], np.float32)})
+    report.close()
+    assert lines == ["evaluator: epoch 3: loss 0.5000, f1/0 0.2500, f1/1 0.7500 (3.keras)"]
+    curves = tensorboard_events.scalars([tmp_path / "evaluator"], Reader())
+    assert {tag: point.value for tag, (point,) in curves.items()} == {
+        "epoch_loss": 0.5,
+        "epoch_f1/0": 0.25,
+        "epoch_f1/1": 0.75,
+    }

@@ -263,7 +263,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._restored is not None:
             self._restore(self._restored)
         else:
-            self._save(self._first_epoch, 0, {"epoch": [], "values": {}}, first=True)
+            self._save(self._first_epoch, 0, state.of_history([], {}), first=True)
 
     def on_epoch_begin(self, epoch, logs=None):
         """See `keras.callbacks.Callback`."""
@@ -272,7 +272,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         snapshot = self._restored
         self._restored = None
         if snapshot is not None:
-            self._set_history(snapshot.facts["history"])
+            state.into_history(snapshot.facts["history"], self.model.history)
             if self._replay_until:
                 self._engine.set_metric_totals(self.model, arrays_of(_METRICS, snapshot))
         if self._every_seconds:
@@ -323,11 +323,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._train_totals = None
         if self.save_freq == "epoch":
             # Keras' History callback runs last, so it does not have this epoch yet.
-            history = self._history()
-            history["epoch"].append(epoch)
+            history = self.model.history
+            values = {name: list(column) for name, column in history.history.items()}
             for name, value in (logs or {}).items():
-                history["values"].setdefault(name, []).append(float(value))
-            self._save(epoch + 1, 0, history)
+                values.setdefault(name, []).append(value)
+            self._save(epoch + 1, 0, state.of_history([*history.epoch, epoch], values))
 
     def on_train_end(self, logs=None):
         """See `keras.callbacks.Callback`."""
@@ -335,7 +335,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         snapshot = self._restored
         self._restored = None
         if snapshot is not None:  # no epoch ran: training was already complete
-            self._set_history(snapshot.facts["history"])
+            state.into_history(snapshot.facts["history"], self.model.history)
         keeps = self._launched.restarts > 0 or not self.delete_checkpoint
         if keeps and (snapshot is None or snapshot.facts["finished"] != self._launched.launch):
             self._save(
@@ -582,20 +582,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return [callback for callback in self._callbacks if callback is not self]
 
     def _history(self) -> dict[str, Any]:
-        history = self.model.history
-        return {
-            "epoch": list(history.epoch),
-            "values": {
-                name: [float(x) for x in values] for name, values in history.history.items()
-            },
-        }
-
-    def _set_history(self, history: dict[str, Any]) -> None:
-        self.model.history.epoch[:] = history["epoch"]
-        self.model.history.history.clear()
-        self.model.history.history.update(
-            {name: list(values) for name, values in history["values"].items()}
-        )
+        return state.of_history(self.model.history.epoch, self.model.history.history)
 
 
 def in_order(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:

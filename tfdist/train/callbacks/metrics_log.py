@@ -16,7 +16,8 @@ from tfdist.telemetry.writers import Telemetry, Writer
 class Log(keras.callbacks.Callback):
     """Callback that sends the losses and metrics of all replicas to writers, on the chief.
 
-    The training code does not depend on any writer. In addition to the logs of Keras, each epoch
+    The training code does not depend on any writer. Metrics whose results are vectors or dicts give
+    a number for each entry, such as `f1_score/0`. In addition to the logs of Keras, each epoch
     has its `learning_rate`, its `seconds` (of training, without validation) and the `time` of its
     end, in seconds since 1970.
 
@@ -97,7 +98,7 @@ class Log(keras.callbacks.Callback):
         ):
             self.telemetry.scalars(
                 self._steps(),
-                {f"batch_{name}": float(value) for name, value in logs.items()},
+                {f"batch_{name}": value for name, value in logs.items()},
                 "step",
             )
 
@@ -109,11 +110,10 @@ class Log(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         self._stop()
         if self._writes:
-            values = {name: float(value) for name, value in (logs or {}).items()}
             self.telemetry.scalars(
                 epoch,
                 {
-                    **values,
+                    **(logs or {}),
                     **self._learning_rate(),
                     "seconds": self.seconds[-1],
                     "time": time.time(),

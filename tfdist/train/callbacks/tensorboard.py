@@ -16,6 +16,7 @@ from tfdist.storage import files
 from tfdist.storage.mirror import Mirror
 from tfdist.telemetry import hparams as hparams_tab
 from tfdist.telemetry.layout import worker_name
+from tfdist.telemetry.named_scalars import named_scalars
 from tfdist.train.callbacks.log_files import SPEED_SUFFIX
 from tfdist.train.callbacks.profiler import Profile
 
@@ -26,9 +27,11 @@ WORKERS = ("chief", "all")
 class TensorBoard(keras.callbacks.TensorBoard):
     """Keras' TensorBoard callback, written by the chief only, with the training speed added.
 
-    In addition to Keras' `epoch_*` scalars, each epoch adds `speed/examples_per_second` (all
-    replicas), `speed/step_milliseconds` and `speed/input_wait` (fraction of the time, 0 to 1, that
-    steps waited for a batch). These need a strategy made by tfdist.
+    If the result of a metric is a vector or a dict, each entry has a curve of its own, such as
+    `epoch_f1_score/0`. In addition to Keras' `epoch_*` scalars, each epoch adds
+    `speed/examples_per_second` (all replicas), `speed/step_milliseconds` and `speed/input_wait`
+    (fraction of the time, 0 to 1, that steps waited for a batch). These need a strategy made by
+    tfdist.
 
     Args:
         log_dir: Directory of the logs, in which the subdirectories `train` and `validation` are
@@ -149,13 +152,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_train_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
-        super().on_train_batch_end(batch, logs)
+        super().on_train_batch_end(batch, named_scalars(logs) if isinstance(logs, dict) else logs)
         if self.profile is not None:
             self.profile.after(batch)
 
     def on_epoch_end(self, epoch, logs=None):
         """See `keras.callbacks.Callback`."""
-        super().on_epoch_end(epoch, logs)
+        super().on_epoch_end(epoch, named_scalars(logs or {}))
         if self._graph_due:
             self._graph_due = False
             self._write_operations()
@@ -180,6 +183,10 @@ class TensorBoard(keras.callbacks.TensorBoard):
                     "speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch
                 )
                 tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
+
+    def on_test_end(self, logs=None):
+        """See `keras.callbacks.Callback`."""
+        super().on_test_end(named_scalars(logs or {}))
 
     def _worker_directory(self) -> str | None:
         """Return the directory in which this worker writes its own logs, or None.

@@ -26,9 +26,11 @@ from tfdist.parallel.placement import Placement
 
 CHECKS = 8  # checks of a call within the bound
 
-# TensorFlow's error where workers are in different collectives
+# TensorFlow's errors where workers are in different collectives
 # (tensorflow/core/common_runtime/collective_param_resolver_local.cc).
-_MISMATCH = re.compile(r"Collective instance \d+ expected [^\n]*")
+_MISMATCH = re.compile(
+    r"(?:Collective instance \d+ expected |Shape mismatch in the collective instance)[^\n]*"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import held_bytes
 from tfdist.train.data_position import DataPosition
-from tfdist.train.synchronous.feed import symbolic
+from tfdist.train.synchronous.feed import is_made_by_keras_threads, symbolic
 
 # Most bytes of arrays that a data set may hold: sending more to every worker takes longer than
 # sending batches.
@@ -78,7 +78,9 @@ class Stream:
         self._source = dataset
         with tf.device(host):
             self.length = int(dataset.cardinality())
-            self._dataset = dataset.prefetch(PREFETCH).with_options(_options())
+            # Keras stops its threads between passes, where nothing may be read ahead.
+            ahead = dataset if is_made_by_keras_threads(dataset) else dataset.prefetch(PREFETCH)
+            self._dataset = ahead.with_options(_options())
         # In a `tfdist.data` data pipeline, each epoch is a data set of its own.
         self._epochs = getattr(dataset, "epochs", None)
         self._epoch = None if self._epochs is None else self._epochs.next

@@ -22,6 +22,7 @@ from tfdist.keras_compat import (
     leave_scope,
     metric_variables,
     metrics_of,
+    unchanged_by_saving,
 )
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
@@ -349,7 +350,13 @@ class Engine(Hooks):
     def feed(self, dataset: tf.data.Dataset) -> Feed:
         """Return the `Feed` that Keras iterates over instead of `dataset`."""
         if self._kind != "fit" or self._training_feed is not None:
-            return Feed(dataset, self.placement, self.host, symbolic_first=self._kind != "predict")
+            return Feed(
+                dataset,
+                self.placement,
+                self.host,
+                symbolic_first=self._kind != "predict",
+                ends_early=self._kind == "fit" and self._watches["evaluate"].steps is not None,
+            )
         self._training_feed = Feed(
             dataset,
             self.placement,
@@ -358,6 +365,7 @@ class Engine(Hooks):
             steps=self._steps_of_fit,
             position=DataPosition(dataset, self._steps_per_epoch, self._steps_per_execution),
             epoch=lambda: self.heartbeat.epoch,
+            ends_early=self._steps_per_epoch is not None,
         )
         return self._training_feed
 
@@ -462,7 +470,8 @@ class Engine(Hooks):
         self._replica_state(model).gather()
         with self.gathered(model):
             if self.placement.is_chief:
-                with leave_scope():  # nothing in it may wait for the other workers
+                # Nothing in it may wait for the other workers, or make this one differ from them.
+                with leave_scope(), unchanged_by_saving(model):
                     return keras_method(model, *args, **kwargs)
         log.debug(
             "%s does not write in model.%s; the chief does",

@@ -56,6 +56,8 @@ class Feed:
             workers and not on others, and the next `fit` would then start at different passes.
         position: Position in the data set. None: that of passes over the data.
         epoch: Function that returns Keras' current epoch.
+        ends_early: Whether a pass may end before the data do. Then no batch is read ahead if
+            threads of Keras make the batches, because Keras stops them between two passes.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Feed:
         steps: range | None = None,
         position: DataPosition | None = None,
         epoch: Callable[[], int] = lambda: 0,
+        ends_early: bool = False,
     ):
         self.position = position or DataPosition(dataset)
         self.epoch = epoch
@@ -75,6 +78,7 @@ class Feed:
         self.element_spec = dataset.element_spec
         self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
+        self.reads_ahead = not (ends_early and is_made_by_keras_threads(dataset))
         self._source = dataset
         self._steps = steps
         self._endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
@@ -151,7 +155,7 @@ class Feed:
                 dataset = dataset.map(plain(lambda *x: _worker_batch(element(x), placement)))
             else:
                 dataset = dataset.map(plain(lambda *x: Batch(element(x))))
-        return untuned(dataset.prefetch(2))
+        return untuned(dataset.prefetch(2) if self.reads_ahead else dataset)
 
     def __iter__(self) -> FeedIterator:
         if not self._continues:
@@ -294,6 +298,12 @@ def any_rows(data: Any) -> Any:
         return tf.type_spec_from_value(x)
 
     return tf.nest.map_structure(spec, data)
+
+
+def is_made_by_keras_threads(dataset: tf.data.Dataset) -> bool:
+    """Return whether Keras made the dataset of a PyDataset with workers."""
+    options = dataset.options()
+    return options.autotune.enabled is False and options.threading.private_threadpool_size == 1
 
 
 def _local_rows(

@@ -352,7 +352,8 @@ class Runner:
         if feed is None and not isinstance(iterator, tf.distribute.DistributedIterator):
             return self._run_arrays(iterator, steps)
         source = iterator.iterator if feed is not None else iterator
-        if feed is not None and not (self.model.run_eagerly or self._one_by_one):
+        one_by_one = self.model.run_eagerly or self._one_by_one
+        if feed is not None and feed.reads_ahead and not one_by_one:
             try:
                 return self._run_graph(source, steps, even)
             except NotInLoop:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.parallel.placement import Placement
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows, without_optionals
+from tfdist.train.synchronous.gathered_rows import all_gather_rows
 from tfdist.train.synchronous.replica_step import local_replica
 
 
@@ -45,14 +46,16 @@ class Predictor:
     def _build(self, batch: Batch) -> None:
         """Make the model's variables in the scope; replicas cannot make them in a step."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(without_optionals(batch.data))
-        if not all(isinstance(t, tf.Tensor) and t.shape.rank for t in keras.tree.flatten(x)):
-            return  # a step makes them, if it can: only the shapes of dense tensors are enough
+        kinds = tf.Tensor | tf.SparseTensor
+        if not all(isinstance(t, kinds) and t.shape.rank for t in tf.nest.flatten(x)):
+            return  # a step makes them, if it can: Keras has no symbols of ragged tensors
+
+        def symbol(t):
+            sparse = isinstance(t, tf.SparseTensor)
+            return keras.KerasTensor([None, *t.shape[1:]], t.dtype, sparse=sparse)
+
         with self._strategy.scope():
-            self.model(
-                keras.tree.map_structure(
-                    lambda t: keras.KerasTensor([None, *t.shape[1:]], t.dtype), x
-                )
-            )
+            self.model(tf.nest.map_structure(symbol, x))
 
     def _predict(self, batches: list[Batch]):
         outputs = [
@@ -62,7 +65,6 @@ class Predictor:
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *(o[0] for o in outputs))
 
     def _replica(self, batch: Batch):
-        context = tf.distribute.get_replica_context()
         placement = self._placement
         outputs = self.model.predict_step(
             replica_rows(batch, local_replica(placement), placement, self._host)
@@ -78,11 +80,19 @@ class Predictor:
                     f"received {type(x).__name__}. Return `output.to_tensor()` (ragged) or "
                     "`tf.sparse.to_dense(output)` (sparse) from the model."
                 )
+            if x.dtype == tf.string:
+                raise ValueError(
+                    f"predict: expected outputs that are numbers under {placement.replicas} "
+                    "replicas, received strings, which replicas cannot exchange. Return numbers "
+                    "from the model, and look the strings up afterwards."
+                )
+            if x.dtype.is_complex:
+                return tf.complex(gather(tf.math.real(x)), gather(tf.math.imag(x)))
             # The replicas with fewer rows come last, so the padding ends up behind the rows.
             missing = per - tf.shape(x, out_type=tf.int64)[0]
             padding = tf.concat([[[0, missing]], tf.zeros([tf.rank(x) - 1, 2], tf.int64)], 0)
             shape = x.shape
-            rows = context.all_gather(tf.pad(x, padding), axis=0)[: batch.rows]
+            rows = all_gather_rows(tf.pad(x, padding))[: batch.rows]
             return tf.ensure_shape(rows, [None, *shape[1:]])
 
         return tf.nest.map_structure(gather, outputs)

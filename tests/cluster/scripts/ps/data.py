@@ -122,6 +122,14 @@ def py_dataset(strategy):
     counts(strategy, Batches())
     counts(strategy, Batches(workers=2, use_multiprocessing=False), shuffle=True)
 
+    class Endless(Batches):
+        num_batches = None
+
+        def __getitem__(self, i):
+            return super().__getitem__(i % STEPS)
+
+    counts(strategy, Endless(workers=2), steps_per_epoch=STEPS)
+
 
 @feature
 def generator(strategy):

@@ -12,6 +12,12 @@ from keras import ops
 import tfdist
 from tfdist.keras_compat import copies
 from tfdist.parallel.replica_weight import weighted_step
+from tfdist.telemetry.layout import read_json_lines
+from tfdist.telemetry.named_scalars import named_scalars
+from tfdist.telemetry.writers import JsonlWriter
+from tfdist.tools.report import tensorboard_events
+from tfdist.tools.report.read import read_run
+from tfdist.tools.report.run_files import Reader
 from tfdist.train.synchronous.gathered_metrics import MetricUpdates, is_gathered
 
 ROWS = 33  # batches of 16, 16 and 1 rows
@@ -272,6 +278,32 @@ def test_reductions_in_own_steps(reduction, one_device, mirrored):
     check_equal(fitted(one_device, lambda: mlp(Reduced)), fitted(mirrored, lambda: mlp(Reduced)))
 
 
+def history_of_epoch(history):
+    return {name: value for name, (value,) in history.items()}
+
+
+def check_logged(expected, directory, with_steps):
+    """Check that each entry of a result has curves and columns of its own."""
+    *steps, epoch = read_json_lines(directory / "history.jsonl")
+    others = {"step": 0, "seconds": epoch["seconds"], "time": epoch["time"]}
+    assert epoch == expected | others | {"learning_rate": pytest.approx(0.01)}
+    names = {name for name in expected if not name.startswith("val_")}
+    assert [set(line) for line in steps] == [{"batch", *(f"batch_{name}" for name in names)}][
+        : int(with_steps)
+    ]
+    found = read_run(directory)
+    assert set(found.metrics) == {"learning_rate", *names}
+    for split, prefix in (("train", ""), ("validation", "val_")):
+        curves = tensorboard_events.scalars([directory / split], Reader())
+        for name in names:
+            (point,) = curves[f"epoch_{name}"]
+            assert point.value == pytest.approx(expected[prefix + name], rel=1e-6)
+        if prefix:
+            assert {f"evaluation_{name}_vs_iterations" for name in names} <= set(curves)
+        elif with_steps:
+            assert {f"batch_{name}" for name in names} <= set(curves)
+
+
 class ByThreshold(keras.metrics.Metric):
     """A metric with a dict as its result."""
 
@@ -292,7 +324,7 @@ class ByThreshold(keras.metrics.Metric):
     "metric",
     [
         lambda: keras.metrics.Precision(thresholds=[0.1, 0.5], name="precision"),
-        lambda: keras.metrics.F1Score(average=None, threshold=0.5, name="f1"),
+        lambda: keras.metrics.F1Score(average=None, name="f1"),
         ByThreshold,
     ],
     ids=["vector", "f1", "dict"],
@@ -305,12 +337,17 @@ def test_results_that_are_no_scalars(metric, eager, one_device, mirrored, tmp_pa
             model = mlp()
             model.compile("sgd", "mse", metrics=[metric()], run_eagerly=eager)
         directory = tmp_path / type(strategy).__name__
-        callbacks = [keras.callbacks.CSVLogger(directory / "log.csv")]
+        callbacks = [
+            keras.callbacks.CSVLogger(directory / "log.csv"),
+            tfdist.TensorBoard(directory, graph=False, update_freq=1 if eager else "epoch"),
+            tfdist.Log([JsonlWriter(directory / "history.jsonl")], every=3 if eager else None),
+            tfdist.BackupAndRestore(directory / "backup", save_freq=1 if eager else "epoch"),
+        ]
         directory.mkdir(exist_ok=True)
         y = (y > 0.5).astype("float32")
-        history = model.fit(
-            x, y, batch_size=16, shuffle=False, verbose=2, callbacks=callbacks
-        ).history
+        options = {"batch_size": 16, "validation_data": (x, y), "validation_batch_size": 16}
+        history = model.fit(x, y, shuffle=False, verbose=2, callbacks=callbacks, **options).history
+        check_logged(named_scalars(history_of_epoch(history)), directory, eager)
         values = model.evaluate(x, y, batch_size=16, verbose=0)
         lines = (directory / "log.csv").read_text().splitlines()
         return {**history, "test": np.hstack([np.ravel(v) for v in values])}, lines

@@ -405,6 +405,39 @@ def test_an_uneven_batch_weighs_each_row_alike(mirrored):
     assert mse == pytest.approx((x**2).mean())
 
 
+@pytest.mark.parametrize("batches", [None, 30])
+def test_data_that_threads_of_keras_make_go_on_in_the_next_epoch(batches, one_device, mirrored):
+    """Keras stops the threads between epochs, where nothing may be read ahead."""
+
+    class Numbers(keras.utils.PyDataset):
+        num_batches = batches
+
+        def __getitem__(self, index):
+            return np.full([4, 1], index, "float32"), np.zeros([4, 1], "float32")
+
+    def losses(strategy):
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input([1]), keras.layers.Dense(1, kernel_initializer="ones")]
+            )
+            model.compile(keras.optimizers.SGD(0.0), loss=lambda y, prediction: prediction)
+        return model.fit(
+            Numbers(workers=2),
+            steps_per_epoch=4,
+            epochs=3,
+            validation_data=Numbers(workers=2),
+            validation_steps=2,
+            shuffle=False,
+            verbose=0,
+        ).history
+
+    expected = {"loss": [1.5, 5.5, 9.5], "val_loss": [0.5, 2.5, 4.5]}  # of Keras by itself
+    assert losses(one_device) == losses(mirrored) == expected
+
+
+OUTPUT_TYPES = ("bfloat16", "float64", "uint8", "int16", "uint32", "int64", "complex64")
+
+
 def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
     def build():
         x = keras.Input((2,))
@@ -412,6 +445,8 @@ def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
             "same": keras.layers.Identity()(x),
             "rows": keras.ops.sum(x, -1),
             "deep": (keras.ops.expand_dims(x, 1), x * 2),
+            "large": x > 3,
+            **{name: keras.ops.cast(x, name) for name in OUTPUT_TYPES},
         }
         return keras.Model(x, outputs)
 
@@ -425,8 +460,36 @@ def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
         np.testing.assert_array_equal(predicted["rows"], x.sum(-1))
         np.testing.assert_array_equal(predicted["deep"][0], x[:, None])
         np.testing.assert_array_equal(predicted["deep"][1], 2 * x)
+        np.testing.assert_array_equal(predicted["large"], x > 3)
+        for name in OUTPUT_TYPES:
+            assert predicted[name].dtype.name == name
+            np.testing.assert_array_equal(predicted[name].astype("float32").real, x)
     assert isinstance(model.predict_function, Predictor)
     np.testing.assert_array_equal(model.predict_on_batch(x[:3])["rows"], x[:3].sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            lambda x: tf.strings.as_string(x),
+            "expected outputs that are numbers .* received strings",
+        ),
+        (lambda x: tf.RaggedTensor.from_tensor(x), "expected dense outputs .* received Ragged"),
+        (lambda x: tf.sparse.from_dense(x), "expected dense outputs .* received Sparse"),
+    ],
+    ids=["strings", "ragged", "sparse"],
+)
+def test_outputs_that_replicas_cannot_exchange_are_refused(mirrored, output, message):
+    class Outputs(keras.Model):
+        def call(self, x):
+            return output(x)
+
+    with mirrored.scope():
+        model = Outputs()
+        model.built = True
+    with pytest.raises(ValueError, match=f"predict: {message}"):
+        model.predict(np.ones([4, 2], "float32"), verbose=0)
 
 
 # --- Other models; memory -------------------------------------------------------------------------
@@ -571,10 +634,13 @@ def test_an_optimizer_that_is_first_used_in_a_branch_is_refused(mirrored):
         train_in_loop(mirrored, build=False, inside=branch)
 
 
-def test_predict_builds_a_model(mirrored):
+@pytest.mark.parametrize("sparse", [False, True])
+def test_predict_builds_a_model(mirrored, sparse):
     x = np.ones([5, 4], "float32")
     with mirrored.scope():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.layers.Dense(3)])
-    predictions = model.predict(x, batch_size=3, verbose=0)
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(3)
+    batches = batches.map(tf.sparse.from_dense) if sparse else batches
+    predictions = model.predict(batches, verbose=0)
     np.testing.assert_allclose(predictions, x @ model.get_weights()[0], rtol=1e-6)
