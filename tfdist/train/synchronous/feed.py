@@ -301,7 +301,7 @@ def any_rows(data: Any) -> Any:
 
 
 def is_made_by_keras_threads(dataset: tf.data.Dataset) -> bool:
-    """Return whether Keras made the dataset of a PyDataset with workers."""
+    """Return whether Keras made the dataset of a PyDataset with workers, by its options."""
     options = dataset.options()
     return options.autotune.enabled is False and options.threading.private_threadpool_size == 1
 

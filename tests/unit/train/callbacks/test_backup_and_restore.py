@@ -80,9 +80,12 @@ class Pair(keras.metrics.MeanAbsoluteError):
 MODELS = {}  # what takes most of the time is to trace a model's steps
 
 
-def model_of(strategy, seed, steps_per_execution=1):
-    """Return a model as it is when it is made after setting this seed."""
-    key = id(strategy), seed, steps_per_execution
+def model_of(strategy, seed, steps_per_execution=1, vectors=True):
+    """Return a model as it is when it is made after setting this seed.
+
+    Keras' own TensorBoard takes no metric whose result is a vector.
+    """
+    key = id(strategy), seed, steps_per_execution, vectors
     keras.utils.set_random_seed(seed)
     if key not in MODELS:
         with strategy.scope():
@@ -98,7 +101,7 @@ def model_of(strategy, seed, steps_per_execution=1):
             model.compile(
                 keras.optimizers.Adam(0.01),
                 "mse",
-                metrics=["mae", Pair(name="pair")],
+                metrics=["mae", *([Pair(name="pair")] if vectors else [])],
                 steps_per_execution=steps_per_execution,
                 jit_compile=False,
             )
@@ -135,9 +138,10 @@ def train(
     seed=1,
     steps_per_execution=1,
     callbacks=lambda saves: [saves],
+    vectors=True,
     **fit,
 ):
-    model = model_of(strategy, seed, steps_per_execution)
+    model = model_of(strategy, seed, steps_per_execution, vectors)
     stopping = keras.callbacks.EarlyStopping("loss", patience=9)
     interrupts = Interrupts(*interrupt)
     saves = tfdist.BackupAndRestore(directory, save_freq=save_freq)

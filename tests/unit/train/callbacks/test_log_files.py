@@ -67,7 +67,14 @@ def test_curves_have_each_point_once(one_device, tmp_path, board, update_freq, i
             boards.append(board(log_dir=str(tmp_path / name), update_freq=update_freq))
             return [saves, boards[-1]]
 
-        return train(one_device, tmp_path / "backup", callbacks=callbacks, **VALIDATION, **options)
+        return train(
+            one_device,
+            tmp_path / "backup",
+            callbacks=callbacks,
+            vectors=board is not KERAS,
+            **VALIDATION,
+            **options,
+        )
 
     assert fit("whole")["ended"]
     assert not fit("cut", interrupt=interrupt)["ended"]
@@ -114,7 +121,7 @@ def test_checkpoints_are_those_of_an_undisturbed_training(one_device, tmp_path):
 
 def test_an_error_while_steps_are_only_counted_leaves_no_silence(one_device, tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=3)
-    options = {"callbacks": lambda saves: [saves, board], "save_freq": 4}
+    options = {"callbacks": lambda saves: [saves, board], "save_freq": 4, "vectors": False}
     assert not train(one_device, tmp_path / "backup", interrupt=(1, STEPS), **options)["ended"]
     assert not train(one_device, tmp_path / "backup", interrupt=(1, 1), **options)["ended"]
     assert board.update_freq == 3
