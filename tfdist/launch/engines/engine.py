@@ -93,6 +93,8 @@ class Fleet:
         log_dir: Log directory of the launch.
         timeout: Seconds for all agents to answer.
         interrupted: Function that returns whether the user has ended the launch.
+        signalled: Function that gets the number of a signal that the scheduler has sent to an
+            agent, to announce the end of the job.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Fleet:
         log_dir: str,
         timeout: float,
         interrupted: Callable[[], bool] = lambda: False,
+        signalled: Callable[[int], None] = lambda number: None,
     ):
         self._engine = engine
         self._words = list(words)
@@ -111,6 +114,7 @@ class Fleet:
         self._log_dir = log_dir
         self._timeout = timeout
         self._interrupted = interrupted
+        self._signalled = signalled
         self._agents: dict[Slot, AgentConnection] = {}
         self._slots: list[Slot] = []
         self._by_task: dict[str, Slot] = {}
@@ -141,7 +145,9 @@ class Fleet:
         new = [slot for slot in self._slots if slot not in self._agents]
         for slot in new:
             transport = self._engine.connect(slot)
-            self._agents[slot] = AgentConnection(slot.host, transport, self._log_dir)
+            self._agents[slot] = AgentConnection(
+                slot.host, transport, self._log_dir, self._signalled
+            )
         for slot in new:
             self._versions[slot.host] = self._reply(slot, "hello", deadline)["versions"]
         check_same(
