@@ -246,7 +246,8 @@ class AgentConnection:
             elif message["type"] == "journal":
                 self._copy_journal(message["text"])
             elif message["type"] == "signalled":
-                self._signalled(message["number"])
+                if not self._closed.is_set():
+                    self._signalled(message["number"])
             elif self._task is not None:
                 self._task.receive(message)
         self._lose()

@@ -115,6 +115,7 @@ class Fleet:
         self._timeout = timeout
         self._interrupted = interrupted
         self._signalled = signalled
+        self._allocates = False  # an engine that gives machines back ends the agents there
         self._agents: dict[Slot, AgentConnection] = {}
         self._slots: list[Slot] = []
         self._by_task: dict[str, Slot] = {}
@@ -137,17 +138,17 @@ class Fleet:
             Interrupted: If the user has ended the launch.
         """
         lost = [slot for slot, agent in self._agents.items() if agent.lost is not None]
+        self._allocates = True
         if lost or not self._slots:
             self._slots = self._engine.allocate(len(names), lost)
         for slot in [slot for slot in self._agents if slot in lost or slot not in self._slots]:
             self._agents.pop(slot).close()
+        self._allocates = False
         deadline = time.monotonic() + self._timeout
         new = [slot for slot in self._slots if slot not in self._agents]
         for slot in new:
             transport = self._engine.connect(slot)
-            self._agents[slot] = AgentConnection(
-                slot.host, transport, self._log_dir, self._signalled
-            )
+            self._agents[slot] = AgentConnection(slot.host, transport, self._log_dir, self._pass_on)
         for slot in new:
             self._versions[slot.host] = self._reply(slot, "hello", deadline)["versions"]
         check_same(
@@ -181,6 +182,10 @@ class Fleet:
         for agent in self._agents.values():
             agent.close()
         self._engine.close()
+
+    def _pass_on(self, number: int) -> None:
+        if not self._allocates:
+            self._signalled(number)
 
     def _reply(self, slot: Slot, kind: str, deadline: float) -> dict[str, Any]:
         while True:

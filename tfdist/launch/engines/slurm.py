@@ -18,6 +18,7 @@ from tfdist.launch.engines.engine import Interrupted, NoRoom, Slot
 from tfdist.launch.engines.slurm_job import Job, Node
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES
 
+PROBE_S = 20.0  # for a step that does nothing
 ASK_S = 5.0  # interval at which Slurm is asked about a pending job
 GIVE_BACK_S = 30.0
 # Options of srun that a job's script has in its environment. Each agent is a step of one task.
@@ -66,10 +67,14 @@ class Slurm:
         self._interrupted = interrupted
         self._lease: Lease | None = None
         self._suspects: set[str] = set()  # nodes whose agents were lost
+        self._bad: set[str] = set()  # nodes that cannot run a step any more
 
     def allocate(self, count: int, lost: Sequence[Slot]) -> list[Slot]:
         """See `Engine`. A lost node of our own allocation leads to a new one."""
-        self._suspects.update(slot.host for slot in lost)
+        hosts = {slot.host for slot in lost}
+        self._suspects |= hosts
+        # Slurm takes minutes to notice that a node is gone; a step there fails at once.
+        self._bad |= {host for host in hosts if not self._runs_steps(host)}
         problem = ""
         if self._job is not None:
             job = slurm_job.find(self._job)
@@ -97,7 +102,7 @@ class Slurm:
     def connect(self, slot: Slot) -> ProcessTransport:
         """See `Engine`."""
         assert self._job is not None
-        cpus = int(slot.key.partition("/")[2])
+        cpus = int(slot.key.rpartition("/")[2])
         # Without a guardian: the end of standard input ends the agent, then the step and srun. A
         # srun that is killed would leave its step behind.
         return ProcessTransport(
@@ -121,7 +126,22 @@ class Slurm:
         down = slurm_job.is_down(
             slurm_commands.run("sinfo", "-h", "-N", "-n", names, "-o", "%N %T")
         )
-        return [node for node in job.nodes if node.name not in down]
+        return [node for node in job.nodes if node.name not in down | self._bad]
+
+    def _runs_steps(self, host: str) -> bool:
+        assert self._job is not None
+        try:
+            code = subprocess.run(
+                [*agent_command(self._job, host, 1), "true"],
+                env=step_environ(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=PROBE_S,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return False
+        return code == 0
 
     def _slots(self, nodes: Sequence[Node], count: int) -> list[Slot] | None:
         places = slurm_job.place(nodes, count, self._suspects)
@@ -136,12 +156,13 @@ class Slurm:
             threads = tuple(
                 (name, str(cpus)) for name in THREAD_VARIABLES if name not in os.environ
             )
-            slots.append(Slot(node.name, node.name, f"{number}/{cpus}", threads))
+            slots.append(Slot(node.name, node.name, f"{self._job}/{number}/{cpus}", threads))
         return slots
 
     def _make_allocation(self) -> Job:
         """Wait for an allocation; show why it is pending."""
-        self._lease = Lease(self._request)
+        excluded = [f"--exclude={','.join(sorted(self._bad))}"] if self._bad else []
+        self._lease = Lease([*self._request, *excluded])
         deadline = time.monotonic() + self._queue_timeout
         asked = 0.0
         shown = ""
@@ -210,7 +231,7 @@ class Lease:
                 line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return False
-            if line is None:
+            if line is None or re.fullmatch(r"ended with [1-9]\d*\s*", line):
                 raise slurm_commands.refusal("salloc", "".join(self._said))
             self._said.append(line)
             if found := re.search(r"job allocation (\d+)", line):

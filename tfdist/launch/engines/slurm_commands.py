@@ -31,6 +31,7 @@ TRANSIENT = ("unable to contact slurm controller", "socket timed out", "connecti
 NEVER = {
     "PartitionTimeLimit": "--time is above the limit of the partition: see `sinfo -o '%P %l'`",
     "PartitionNodeLimit": "the partition has fewer nodes, or allows fewer for a job: see `sinfo`",
+    "PartitionConfig": "the partition has fewer nodes, or allows fewer for a job: see `sinfo`",
     "BadConstraints": "no node fits the options of the job: see `sinfo -N -l`",
     "InvalidAccount": REMEDIES["invalid account"],
     "InvalidQOS": REMEDIES["invalid qos"],

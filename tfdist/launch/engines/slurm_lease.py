@@ -43,7 +43,7 @@ def main(options):
                 pass
         try:
             sys.stdout.buffer.write(b"ended with %d\n" % salloc.wait())
-            sys.stdout.buffer.close()
+            sys.stdout.buffer.flush()
         except OSError:
             pass
 
