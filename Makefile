@@ -12,7 +12,7 @@ PYTEST = -m pytest -q
 TWO = -n 2 --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat chaos lint bench notebooks docs clean
+.PHONY: help train test test-quick test-compat test-engines chaos lint bench notebooks docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,10 +20,11 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-quick   lint, types, doctests and unit tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
+	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
-	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, step breakdown and input cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, step breakdown, input and many tasks cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
@@ -42,7 +43,11 @@ test-quick: .venv/installed-test lint
 
 test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu
+	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu tests/engines
+
+# apt-get install slurm-wlm munge openssh-server openmpi-bin for all of them; what is missing is skipped.
+test-engines: .venv/installed-test
+	$(BIN)/python $(PYTEST) tests/engines
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
@@ -57,7 +62,8 @@ bench: .venv/installed-bench
 	  $(BIN)/python benchmarks/pipeline_parallel.py; pipeline_parallel=$$?; $(BIN)/python benchmarks/sync.py; sync=$$?; $(BIN)/python benchmarks/sharding.py; sharding=$$?; \
 	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
 	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((pipeline_parallel | sync | sharding | fit | servers | recovery | step_breakdown | scaling))
+	  $(BIN)/python benchmarks/scale.py; scale=$$?; \
+	  $(BIN)/python benchmarks/input.py && exit $$((scale | pipeline_parallel | sync | sharding | fit | servers | recovery | step_breakdown | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py

@@ -17,6 +17,7 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 
 LINE_BYTES = 8192
 MAX_NAMED = 16  # maximum number of task names in one message
+REASON_CHARACTERS = 200  # maximum length of a reason that is passed on to another task
 PACKAGES = ("tensorflow", "keras", "tfdist")
 
 
@@ -135,10 +136,20 @@ def absent(missing: Mapping[str, str], spec: ClusterSpec) -> str:
     return "; ".join(f"{name} at {tasks[name]} ({missing[name]})" for name in some(missing))
 
 
-def absent_too_long(missing: Mapping[str, str], spec: ClusterSpec, seconds: float) -> str:
-    """Return the end of the error message, after a colon, for tasks absent until a timeout."""
+def absent_too_long(
+    missing: Mapping[str, str], spec: ClusterSpec, seconds: float, count: int = 0
+) -> str:
+    """Return the end of the error message, after a colon, for tasks absent until a timeout.
+
+    Args:
+        missing: Reasons by task.
+        spec: Cluster of the tasks.
+        seconds: The timeout.
+        count: Number of absent tasks, if it is larger than that of the reasons.
+    """
+    tasks = len(spec.listening_tasks)
     return (
-        f"after {seconds:g} s, {len(missing)} of {len(spec.listening_tasks)} tasks are absent: "
+        f"after {seconds:g} s, {max(len(missing), count)} of {tasks} tasks are absent: "
         f"{absent(missing, spec)}. Start them with this cluster, and let this machine connect to "
         "them"
     )
@@ -152,6 +163,22 @@ def some(names: Iterable[str]) -> Sequence[str]:
 def short(value: Any) -> str:
     """Return a value received from the network as text of bounded length."""
     return str(value)[:300]
+
+
+def excerpt(missing: Mapping[str, str]) -> dict[str, str]:
+    """Return as many of the reasons, by task, as fit in a message beside its other fields.
+
+    Example:
+        >>> excerpt({"worker:1": "refused"}), len(excerpt({f"worker:{i}": "" for i in range(99)}))
+        ({'worker:1': 'refused'}, 16)
+    """
+    chosen: dict[str, str] = {}
+    for name in some(missing):
+        chosen[name] = missing[name][:REASON_CHARACTERS]
+        if len(json.dumps(chosen)) > LINE_BYTES // 2:
+            del chosen[name]
+            break
+    return chosen
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:

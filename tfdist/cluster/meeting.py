@@ -19,6 +19,7 @@ from tfdist.cluster.handshake import LINE_BYTES, absent, receive, send
 from tfdist.cluster.spec import ClusterSpec, Task
 
 AT_ONCE = 16  # tasks that are asked at the same time
+ACKNOWLEDGED = b"\n"  # what a client may send after a reply
 T = TypeVar("T")
 
 
@@ -44,11 +45,59 @@ def connect(address: str, timeout: float) -> socket.socket:
     return connection
 
 
-def for_each(function: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+def for_each(
+    function: Callable[[str], T], names: Iterable[str], at_once: int = AT_ONCE
+) -> dict[str, T]:
     """Call a function with the name of each task, several at a time, and return the results."""
     names = list(names)
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+    if not names:
+        return {}
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         return dict(zip(names, pool.map(function, names), strict=True))
+
+
+class Attempts:
+    """Times at which other tasks are asked again.
+
+    A task is asked at once, then after pauses that double up to a longest one, and at once when it
+    has been heard from.
+
+    Args:
+        first: Seconds before a task is asked for the second time.
+        longest: Longest pause in seconds.
+        clock: Monotonic clock in seconds, default `time.monotonic`.
+
+    Example:
+        >>> attempts = Attempts(first=1, longest=60, clock=lambda: 0.0)
+        >>> attempts.due(["worker:1", "worker:2"])
+        ['worker:1', 'worker:2']
+        >>> attempts.asked("worker:1"), attempts.due(["worker:1"])
+        (None, [])
+        >>> attempts.heard("worker:1"), attempts.due(["worker:1"])
+        (None, ['worker:1'])
+    """
+
+    def __init__(self, first: float, longest: float, clock: Callable[[], float] = time.monotonic):
+        self._first = first
+        self._longest = longest
+        self._clock = clock
+        self._pauses: dict[str, float] = {}
+        self._due: dict[str, float] = {}
+
+    def due(self, names: Iterable[str]) -> list[str]:
+        """Return the tasks to ask now; those that have waited longest come first."""
+        now = self._clock()
+        due = [name for name in names if self._due.get(name, 0.0) <= now]
+        return sorted(due, key=lambda name: self._due.get(name, 0.0))
+
+    def asked(self, name: str) -> None:
+        """Take note that a task is asked now."""
+        self._pauses[name] = min(2 * self._pauses.get(name, self._first / 2), self._longest)
+        self._due[name] = self._clock() + self._pauses[name]
+
+    def heard(self, name: str) -> None:
+        """Take note that a task has been heard from, so that asking it may succeed now."""
+        self._due[name] = -1.0
 
 
 class Wait:
@@ -61,6 +110,8 @@ class Wait:
         show_line: Function that receives the lines.
         pauses: Seconds between the first two attempts, and the maximum between later ones.
         interval: Seconds between two lines.
+        sleep: Function that waits for seconds, or until it is worth looking again. Default
+            `time.sleep`.
     """
 
     def __init__(
@@ -71,7 +122,9 @@ class Wait:
         show_line: Callable[[str], None],
         pauses: tuple[float, float],
         interval: float,
+        sleep: Callable[[float], object] = time.sleep,
     ):
+        self._sleep = sleep
         self._spec = spec
         self._who = who
         self._show_line = show_line
@@ -86,17 +139,21 @@ class Wait:
         """Return the seconds since the object was created."""
         return time.monotonic() - self.started
 
-    def until_none(self, missing_tasks: Callable[[], dict[str, str]]) -> dict[str, str]:
+    def until_none(
+        self, missing_tasks: Callable[[], dict[str, str]], longest: float | None = None
+    ) -> dict[str, str]:
         """Wait until no task is missing.
 
         Args:
             missing_tasks: Function that returns why tasks are missing, by task. It is called until
                 it returns none; an error that it raises ends the wait.
+            longest: Maximum of the seconds between later attempts, default that of this object.
 
         Returns:
             What it returned last: an empty dict, or the tasks that are missing at the timeout.
         """
-        pause, longest = self._pauses
+        pause = self._pauses[0]
+        longest = self._pauses[1] if longest is None else longest
         while missing := missing_tasks():
             elapsed = self.elapsed
             if elapsed >= self.timeout:
@@ -106,7 +163,8 @@ class Wait:
                 self._show_line(
                     f"after {elapsed:.0f} s {self._who} waits for {absent(missing, self._spec)}"
                 )
-            time.sleep(min(pause, self.timeout - elapsed))
+            until_line = max(self._next_line - time.monotonic(), 0.0)
+            self._sleep(min(pause, self.timeout - elapsed, until_line))
             pause = min(2 * pause, longest)
         return {}
 
@@ -149,8 +207,12 @@ class TaskServer(socketserver.ThreadingTCPServer):
     ) -> None:
         """Go on with a connection after the reply was sent. By default, do nothing."""
 
+    def acknowledge_s(self, reply: Mapping[str, Any]) -> float:
+        """Return for how many seconds a client may acknowledge a reply, default `exchange_s`."""
+        return self.exchange_s
+
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
-        """Take note that a client has received the reply and left. By default, do nothing."""
+        """Take note that a client has acknowledged the reply. By default, do nothing."""
 
     def __enter__(self) -> TaskServer:
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -174,7 +236,8 @@ class _Handler(socketserver.BaseRequestHandler):
             reply = server.reply(request, self.client_address[0])
             send(connection, reply)
             server.after_reply(request, reply, connection)
-            connection.settimeout(server.exchange_s)
+            connection.settimeout(server.acknowledge_s(reply))
             # The client closes first, so TIME_WAIT stays with it and not on TensorFlow's port.
-            connection.recv(1)
-            server.was_received(request, reply)
+            if connection.recv(1) == ACKNOWLEDGED:
+                server.was_received(request, reply)
+                connection.recv(1)

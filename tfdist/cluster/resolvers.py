@@ -103,10 +103,11 @@ def attempt(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def job_of(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the name of the scheduler's job, equal in all its starts, and the number of the start.
+    """Return the name of the scheduler's job and the number of its start, from 0.
 
-    The name is "" if no scheduler is known. Kubernetes does not number the starts of a Job; a
-    JobSet does, and its manifest must pass the number on as JOBSET_RESTART_ATTEMPT.
+    The name is equal in all starts of a job, and "" if no scheduler is known. Kubernetes does not
+    number the starts of a Job; a JobSet does, and its manifest must pass the number on as
+    JOBSET_RESTART_ATTEMPT.
 
     Args:
         environ: Environment variables of one task.
@@ -122,8 +123,10 @@ def job_of(environ: Mapping[str, str]) -> tuple[str, int]:
         return job, _integer(environ, "SLURM_RESTART_COUNT", 0)
     if "JOB_COMPLETION_INDEX" in environ:
         pod = environ.get("HOSTNAME", "").partition(".")[0]
-        job = pod.removesuffix(f"-{environ['JOB_COMPLETION_INDEX']}")
-        return f"kubernetes-{job}", _integer(environ, "JOBSET_RESTART_ATTEMPT", 0)
+        name = pod.removesuffix(f"-{environ['JOB_COMPLETION_INDEX']}")
+        # Another job may have the same name later, and begins with start 0.
+        job = f"kubernetes-{environ.get('TFDIST_K8S_JOB_UID') or name}"
+        return job, _integer(environ, "JOBSET_RESTART_ATTEMPT", 0)
     if "PMIX_NAMESPACE" in environ:
         return f"mpi-{environ['PMIX_NAMESPACE'].replace('/', '-')}", 0
     return "", 0

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import socket
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from tfdist.cluster.addresses import Lookup, address_problem, check_addresses, free_ports
@@ -293,11 +293,14 @@ class ClusterSpec:
         """
         return self.task is not None and self.task == self.training_tasks[0]
 
-    def check_host(self, resolve: Lookup = socket.getaddrinfo) -> None:
+    def check_host(
+        self, resolve: Lookup = socket.getaddrinfo, tasks: Iterable[Task] | None = None
+    ) -> None:
         """Check the names, the own address and the own port as far as this machine alone can.
 
         Args:
             resolve: Function that resolves a name, default `socket.getaddrinfo`.
+            tasks: Tasks whose addresses are looked up, default all that listen.
 
         Raises:
             ValueError: If this task's address is not of this machine or its port is taken, if two
@@ -310,7 +313,8 @@ class ClusterSpec:
             >>> spec = ClusterSpec.local(workers=2)
             >>> spec.for_task("worker", 0).check_host()
         """
-        listening = {str(task): task.address for task in self.listening_tasks}
+        checked = self.listening_tasks if tasks is None else tasks
+        listening = {str(task): task.address for task in checked}
         check_addresses(listening, str(self.task) if self.task else None, self.source, resolve)
 
 

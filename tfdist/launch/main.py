@@ -16,7 +16,7 @@ from tfdist.cluster.addresses import free_ports, is_here, nobody_here
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.launch import agent, doctor_check
 from tfdist.launch.engines import launch_on, slurm_launch
-from tfdist.launch.engines.engine import Interrupted
+from tfdist.launch.engines.fleet import Interrupted
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
 from tfdist.launch.flags import DESCRIPTION, USAGE, add_flags, check, hang_timeouts, split

@@ -22,12 +22,12 @@ LOG_TAIL_BYTES = 1 << 16
 
 
 class Handle(Protocol):
-    """What starts and ends with a task: a process group here, or one that an agent runs elsewhere.
+    """A started task: a process group on this machine, or one that an agent runs elsewhere.
 
     Attributes:
         stdout: Read end of the pipe for the task's standard output and error.
         pid: Process id on this machine; 0 if the task runs on another one.
-        lost: How the task was lost with its agent; None for a task that is not.
+        lost: Description of how the task was lost with its agent, or None.
     """
 
     stdout: IO[bytes]

@@ -1,4 +1,4 @@
-"""`tfdist agent`: supervises one task that a scheduler has started, such as `srun` or a pod."""
+"""Entry point of `tfdist agent`: supervises one task that a scheduler has started."""
 
 from __future__ import annotations
 

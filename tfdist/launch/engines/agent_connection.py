@@ -55,7 +55,7 @@ class ProcessTransport:
         guardian: Guardian that kills the program if this process dies; None for a program that ends
             with its standard input.
         environ: Environment of the program; None for that of this process.
-        remedies: What to do after an exit code of the program.
+        remedies: Remedy by exit code of the program, default none.
     """
 
     def __init__(
@@ -248,6 +248,10 @@ class AgentConnection:
             elif message["type"] == "signalled":
                 if not self._closed.is_set():
                     self._signalled(message["number"])
+            elif message["type"] == "result":
+                if self._log_dir is not None:
+                    path = os.path.join(self._log_dir, launch_protocol.RESULT)
+                    _replace(path, message["text"])
             elif self._task is not None:
                 self._task.receive(message)
         self._lose()

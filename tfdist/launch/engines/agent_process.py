@@ -194,6 +194,8 @@ class _Task:
         if code is None:
             self._forward_stopped(now)
             return True
+        if result := _read(os.path.join(self._directory, launch_protocol.RESULT), 0):
+            self._send("result", text=result)
         self._send("exit", code=code)
         shutil.rmtree(self._directory, ignore_errors=True)
         return False

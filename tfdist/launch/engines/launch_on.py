@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.launch.engines import slurm_launch, ssh
-from tfdist.launch.engines.engine import Engine, Fleet, Prepared
+from tfdist.launch.engines.fleet import Engine, Fleet, Prepared
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES
@@ -163,7 +163,7 @@ def cluster_of(spec: ClusterSpec, prepared: Sequence[Prepared]) -> ClusterSpec:
 def for_agents(
     plans: Sequence[TaskPlan], prepared: Sequence[Prepared], kept: Collection[str]
 ) -> list[TaskPlan]:
-    """Return the plans with the commands of the agents, and without what agents set themselves.
+    """Return the plans with the agents' commands, without the variables that agents set.
 
     Args:
         plans: Plans of the tasks, for this machine.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launch.engines import slurm_commands, slurm_job, slurm_lease
 from tfdist.launch.engines.agent_connection import ProcessTransport
-from tfdist.launch.engines.engine import Interrupted, NoRoom, Slot
+from tfdist.launch.engines.fleet import Interrupted, NoRoom, Slot
 from tfdist.launch.engines.slurm_job import Job, Node
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES
 
@@ -33,7 +33,7 @@ STEP_VARIABLES = re.compile(
 
 
 class Slurm:
-    """The nodes of a Slurm job; see `engine.Engine`.
+    """The nodes of a Slurm job; see `fleet.Engine`.
 
     Args:
         job: Number of the job whose allocation to use; None to make an allocation.

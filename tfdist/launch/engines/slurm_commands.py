@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 
-from tfdist.launch.engines.engine import NoRoom
+from tfdist.launch.engines.fleet import NoRoom
 
 COMMAND_S = 60.0  # a busy slurmctld answers after seconds
 # Part of an error message, in lower case, and what to do about it.

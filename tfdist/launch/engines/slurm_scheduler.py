@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdist.launch.engines import slurm_commands, slurm_job, slurm_launch
-from tfdist.launch.engines.engine import NoRoom
+from tfdist.launch.engines.fleet import NoRoom
 from tfdist.launch.engines.schedulers import JobLine
 from tfdist.launch.engines.slurm_script import batch_script
 

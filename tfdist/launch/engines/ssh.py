@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from tfdist.launch.engines.agent_connection import ProcessTransport
-from tfdist.launch.engines.engine import Slot
+from tfdist.launch.engines.fleet import Slot
 from tfdist.runtime.guardian import Guardian
 
 # No question on the terminal, and the end of a connection whose network is cut is noticed in 15 s.
@@ -24,7 +24,7 @@ REMEDIES = dict.fromkeys((126, 127), "name the Python of that host by --remote-p
 
 
 class Ssh:
-    """The hosts of an ssh launch; see `engine.Engine`.
+    """The hosts of an ssh launch; see `fleet.Engine`.
 
     Args:
         hosts: Host and number of its slots, in order.

@@ -1,4 +1,4 @@
-"""Engine interface, and the agents of a launch: one agent for each task, kept between attempts."""
+"""Fleet: the agents of a launch, one for each task; and the interface of an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slot:
     Attributes:
         host: Name of the host, for messages; slots of one host share its cores.
         address: Host name or IP address at which the other tasks reach it.
-        key: What tells the slots of a host apart, for the engine.
+        key: Text by which the engine tells the slots of a host apart.
         environ: Variables that the engine gives to a task in this slot, such as its GPUs.
     """
 
@@ -204,7 +204,7 @@ def check_same(facts: dict[str, dict[str, str]], problem: str, remedy: str) -> N
     Args:
         facts: Facts of each host.
         problem: Words between the names of two hosts and what differs.
-        remedy: What to do.
+        remedy: Words about how to make the hosts equal.
 
     Raises:
         ValueError: If two hosts differ. The message names them, and what differs.
