@@ -123,6 +123,12 @@ class SlurmCluster:
     def start_node(self, node: str) -> None:
         self._start(node, ["slurmd", "-D", "-N", node, "-f", str(self.home / "slurm.conf")])
 
+    def return_node(self, node: str) -> None:
+        """Start a lost node again, and make Slurm forget what ran there."""
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        self.start_node(node)
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
     def lose_node(self, node: str) -> None:
         """Kill what runs on a node, as a loss of power does."""
         daemon = self._daemons.pop(node)

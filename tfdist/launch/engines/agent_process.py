@@ -291,8 +291,9 @@ def main() -> None:
     """Serve the launcher at the other end of standard input and output."""
     # The launcher decides when the task ends: a scheduler's or terminal's signal to all processes
     # of a step must not end the agent first.
+    # With handlers: the task would inherit SIG_IGN, and be deaf to Ctrl-C.
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     signalled = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: signalled.set())
     output = os.dup(1)

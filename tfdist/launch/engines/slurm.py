@@ -18,7 +18,7 @@ from tfdist.launch.engines.fleet import Interrupted, NoRoom, Slot
 from tfdist.launch.engines.slurm_job import Job, Node
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES
 
-PROBE_S = 20.0  # for a step that does nothing
+PROBE_S = 10.0  # for a step that does nothing
 ASK_S = 5.0  # interval at which Slurm is asked about a pending job
 GIVE_BACK_S = 30.0
 # Options of srun that a job's script has in its environment. Each agent is a step of one task.

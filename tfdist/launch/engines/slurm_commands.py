@@ -31,7 +31,8 @@ TRANSIENT = ("unable to contact slurm controller", "socket timed out", "connecti
 NEVER = {
     "PartitionTimeLimit": "--time is above the limit of the partition: see `sinfo -o '%P %l'`",
     "PartitionNodeLimit": "the partition has fewer nodes, or allows fewer for a job: see `sinfo`",
-    "PartitionConfig": "the partition has fewer nodes, or allows fewer for a job: see `sinfo`",
+    "PartitionConfig": "the partition has fewer nodes, or allows a job fewer or less time: see "
+    "`sinfo -o '%P %D %l'`",
     "BadConstraints": "no node fits the options of the job: see `sinfo -N -l`",
     "InvalidAccount": REMEDIES["invalid account"],
     "InvalidQOS": REMEDIES["invalid qos"],

@@ -40,7 +40,7 @@ def batch_script(options: Sequence[str], command: Sequence[str], setup: str | No
         setup: Shell commands to run before, such as `module load cuda`.
 
     Example:
-        >>> print(batch_script(["--ntasks=2"], ["tfdist", "launch", "--", "a b.py"])[:145])
+        >>> print(batch_script(["--ntasks=2"], ["tfdist", "launch", "--", "a b.py"])[:141])
         #!/bin/bash
         #SBATCH --open-mode=append
         #SBATCH --requeue
@@ -48,7 +48,7 @@ def batch_script(options: Sequence[str], command: Sequence[str], setup: str | No
         <BLANKLINE>
         tfdist launch -- 'a b.py' &
         launcher=$!
-        # sbatch --signal=B:TERM
+        # sbatch --signal=B
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {quote(option)}" for option in (*OPTIONS, *options)), ""]
     if setup:
