@@ -406,14 +406,27 @@ def test_controller_that_does_not_answer_is_named(launch, tmp_path):
     assert "look at `scontrol ping`" in err
 
 
-def test_digits_on_slurm_equal_those_of_one_machine(launch, digits_dir):
+def test_digits_resume_after_a_preemption(launch, slurm, digits_dir):
+    """The weights of the preempted job are those of an undisturbed launch on one machine."""
     launch.environ["TFDS_DATA_DIR"] = str(digits_dir)
-    for name, flags in (("here", ()), ("slurm", ("--on=slurm", "--nodes=2"))):
-        code, out, err = launch.tfdist(
-            "launch", "--workers=2", "--chaos=none", f"--log-dir={name}", *flags, "--",
-            str(ROOT / "examples" / "digits.py"), "--epochs=1",
-            f"--backup_dir={launch.directory / name}-backup", timeout=400,
+
+    def words(name):
+        return (
+            "--workers=2", "--chaos=none", f"--log-dir={name}", "--grace=60", "--",
+            str(ROOT / "examples" / "digits.py"), "--epochs=3",
+            f"--backup_dir={launch.directory / name}-backup",
         )  # fmt: skip
-        assert code == 0, out + err
-    code, out, err = launch.tfdist("chaos", "report", "slurm", "--against", "here")
+
+    code, out, err = launch.tfdist("submit", "--nodes=2", *words("job"))
+    assert code == 0, err
+    job = out.strip()
+    launch.wait_for_output(job, "Epoch 2/3", 300)
+    slurm.run("scancel", "--signal=TERM", job)  # as Slurm does within the grace of a preemption
+    state, code, text = launch.finish_job(job, 300)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert f"exit code 42: queue job {job} again" in text
+    assert "Epoch 1/3" not in text.partition("queue job")[2], text
+    code, out, err = launch.tfdist("launch", *words("here"), timeout=300)
+    assert code == 0, out + err
+    code, out, err = launch.tfdist("chaos", "report", "job/start-1", "--against", "here")
     assert code == 0, out + err

@@ -383,6 +383,7 @@ main = Command(
         1: "--check found a fault; no task was started",
         "else": "the exit code of the task that is the root cause; 128 + signal if a signal ended "
         "it",
+        TRANSIENT_CODE: "a task hung, or machines are absent or lost; another start may help",
         PREEMPTED_CODE: "SIGTERM ended the tasks after a snapshot; the same command resumes "
         "training",
     },

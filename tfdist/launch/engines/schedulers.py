@@ -1,4 +1,4 @@
-"""Schedulers: engines that take jobs to run later, for `tfdist submit`, `jobs`, `logs`, `cancel`.
+"""Registry and interface of schedulers, which take jobs of `tfdist submit`.
 
 A scheduler is a module that provides the functions of `Scheduler`. To add one, list it here.
 """
@@ -19,10 +19,10 @@ class JobLine:
     """A job in the list of `tfdist jobs`.
 
     Attributes:
-        id: What `tfdist logs` and `tfdist cancel` take.
+        id: Identifier that `tfdist logs` and `tfdist cancel` take.
         state: State, in the scheduler's word.
         name: Name of the job.
-        time: How long it has run.
+        time: Time that it has run.
         where: Its nodes, or why it waits for them.
     """
 

@@ -1,4 +1,4 @@
-"""Slurm engine: runs an agent for each task by `srun`, in a job's allocation or in one it makes."""
+"""Slurm engine: runs agents by `srun`, in a job's allocation or in one that it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of Slurm as `scontrol` describes it: its state, its nodes and their places for tasks."""
+"""Job of Slurm: its state, its nodes, and the places that they have for tasks."""
 
 from __future__ import annotations
 

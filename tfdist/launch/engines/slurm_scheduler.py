@@ -1,4 +1,4 @@
-"""Slurm as a scheduler: batch scripts for `tfdist submit`, and the jobs that were submitted."""
+"""Slurm as a scheduler: submits batch scripts, and follows the jobs."""
 
 from __future__ import annotations
 

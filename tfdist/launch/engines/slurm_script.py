@@ -1,4 +1,4 @@
-"""Batch script of a Slurm job: runs the launcher in the allocation, and queues the job again."""
+"""Batch script of a Slurm job: runs the launcher, and queues the job again."""
 
 from __future__ import annotations
 
