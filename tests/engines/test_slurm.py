@@ -232,6 +232,34 @@ if attempt == "0": train(60)
     assert f"[worker:1] on {NODES[2]}" in out
 
 
+def test_spare_node_of_a_job_takes_the_place_of_a_lost_one(launch, slurm):
+    script = (
+        BEAT
+        + """
+print("on", os.environ["SLURMD_NODENAME"], "attempt", attempt, flush=True)
+open(f"{me}.{attempt}", "w").close()
+if attempt == "0": train(60)
+"""
+    )
+    job = launch.submit(
+        "--workers=2",
+        "--nodes=3",
+        "--slurm-options=--ntasks=3 --ntasks-per-node=1",
+        "--restarts=1",
+        script=script,
+    )
+    launch.wait_for("worker:0.0", "worker:1.0")
+    slurm.lose_node(NODES[1])
+    try:
+        state, code, text = launch.finish_job(job)
+    finally:
+        slurm.return_node(NODES[1])
+    assert (state, code) == ("COMPLETED", 0), text
+    assert "queue job" not in text
+    assert f"[worker:0] on {NODES[0]} attempt 1" in text
+    assert f"[worker:1] on {NODES[2]} attempt 1" in text
+
+
 def test_job_of_a_lost_node_is_queued_again(launch, slurm):
     script = (
         BEAT

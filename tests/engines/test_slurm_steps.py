@@ -85,7 +85,7 @@ def test_arbitrary_distribution_follows_the_hostfile(slurm, tmp_path):
     order = [NODES[2], NODES[0], NODES[2], NODES[1]]
     (tmp_path / "hosts").write_text("\n".join(order) + "\n")
     environ = {**slurm, "SLURM_HOSTFILE": str(tmp_path / "hosts")}
-    tasks = tasks_of(environ, "srun", "-n4", "-N3", "--distribution=arbitrary")
+    tasks = tasks_of(environ, "srun", "-n4", "-N3", "--resv-ports=0", "--distribution=arbitrary")
     assert [task["node"] for task in tasks] == order
     assert [task["rank"] for task in tasks] == [0, 1, 2, 3]
 

@@ -73,12 +73,11 @@ class Slurm:
         """See `Engine`. A lost node of our own allocation leads to a new one."""
         hosts = {slot.host for slot in lost}
         self._suspects |= hosts
-        # Slurm takes minutes to notice that a node is gone; a step there fails at once.
-        self._bad |= {host for host in hosts if not self._runs_steps(host)}
-        problem = ""
         if self._job is not None:
             job = slurm_job.find(self._job)
             if job.state == "RUNNING":
+                # Slurm takes minutes to notice that a node is gone; a step there fails at once.
+                self._bad |= {host for host in hosts if not self._runs_steps(host)}
                 nodes = self._usable(job)
                 if slots := self._slots(nodes, count):
                     return slots
