@@ -11,10 +11,10 @@ OPTIONS = (
 )
 # `wait` returns early when a signal arrives; bash keeps the exit code of a process that has ended.
 BODY = """\
+# sbatch --signal=B:TERM@60 sends the signal to this script alone.
+trap 'kill -TERM "$!" 2> /dev/null' TERM
 {command} &
 launcher=$!
-# sbatch --signal=B:TERM@60 sends the signal to this script alone.
-trap 'kill -TERM "$launcher" 2> /dev/null' TERM
 while kill -0 "$launcher" 2> /dev/null; do wait "$launcher"; done
 wait "$launcher"
 code=$?
@@ -40,15 +40,16 @@ def batch_script(options: Sequence[str], command: Sequence[str], setup: str | No
         setup: Shell commands to run before, such as `module load cuda`.
 
     Example:
-        >>> print(batch_script(["--ntasks=2"], ["tfdist", "launch", "--", "a b.py"])[:141])
+        >>> script = batch_script(["--ntasks=2"], ["tfdist", "launch", "--", "a b.py"])
+        >>> print(script.partition("launcher=")[0].rstrip())
         #!/bin/bash
         #SBATCH --open-mode=append
         #SBATCH --requeue
         #SBATCH --ntasks=2
         <BLANKLINE>
+        # sbatch --signal=B:TERM@60 sends the signal to this script alone.
+        trap 'kill -TERM "$!" 2> /dev/null' TERM
         tfdist launch -- 'a b.py' &
-        launcher=$!
-        # sbatch --signal=B
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {quote(option)}" for option in (*OPTIONS, *options)), ""]
     if setup:
