@@ -17,6 +17,12 @@ COMMANDS = {
         "tfdist.launch.engines.agent_command:main",
         "supervise one task that srun, mpirun or Kubernetes has started",
     ),
+    "submit": Subcommand(
+        "tfdist.launch.submit:main", "give a launch to a scheduler (Slurm), as a job"
+    ),
+    "jobs": Subcommand("tfdist.launch.job_commands:jobs", "list the submitted jobs"),
+    "logs": Subcommand("tfdist.launch.job_commands:logs", "show the output of a submitted job"),
+    "cancel": Subcommand("tfdist.launch.job_commands:cancel", "end a submitted job"),
     "train": Subcommand(
         "tfdist.run.train_command:main",
         "train what a config file describes: tfdist train --config=FILE.py",

@@ -86,10 +86,10 @@ def test_python_m_tfdist_is_the_same(capsys):
     [
         (["lanch"], "received 'lanch'. Did you mean `tfdist launch`?"),
         (
-            ["dance"],
+            ["fly"],
             "expected a command ("
             + ", ".join(cli.COMMANDS)
-            + "), received 'dance'.\nSee `tfdist --help`.",
+            + "), received 'fly'.\nSee `tfdist --help`.",
         ),
     ],
 )

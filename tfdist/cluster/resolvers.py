@@ -136,7 +136,8 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Read the environment of a step that `srun` started: rank i is worker i.
 
     Hosts are Slurm's node names in Slurm's order, so they must resolve. Block, cyclic and plane
-    distributions are supported. Ports start at `TFDIST_PORT`, if it is set; else they are those of
+    distributions are supported, and arbitrary ones whose SLURM_HOSTFILE this task can read. Ports
+    start at `TFDIST_PORT`, if it is set; else they are those of
     `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 150). Each rank has
     its own port; if fewer are reserved, each task of a node has its own port.
 
@@ -173,11 +174,14 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
             f"SLURM_STEP_TASKS_PER_NODE with {sum(per_node)} tasks, {size} in "
             "SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
         )
-    positions = _rank_positions(per_node, _slurm_chunk(environ))
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        positions = _hostfile_positions(environ, hosts)
+    else:
+        positions = _rank_positions(per_node, _slurm_chunk(environ))
     rank, node, local = (
         _integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID")
     )
-    if rank >= size or positions[rank] != (node, local):
+    if len(positions) < size or rank >= size or positions[rank] != (node, local):
         raise ValueError(
             f"Slurm: SLURM_PROCID {rank} is task {local} of node {node}, but SLURM_DISTRIBUTION "
             f"{environ.get('SLURM_DISTRIBUTION')!r} puts it elsewhere; use srun "
@@ -381,6 +385,33 @@ def _slurm_chunk(environ: Mapping[str, str]) -> int:
         f"Slurm: SLURM_DISTRIBUTION {name!r} is not known; use srun --distribution=block, cyclic "
         "or plane=N"
     )
+
+
+def _hostfile_positions(environ: Mapping[str, str], hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return (node, local index) of each rank of an arbitrary distribution.
+
+    Rank i is on the host of line i of SLURM_HOSTFILE. The environment of a task has no other record
+    of it.
+    """
+    remedy = "set SLURM_HOSTFILE to a file that all nodes can read, or use --distribution=block"
+    path = environ.get("SLURM_HOSTFILE")
+    if not path:
+        raise ValueError(
+            f"Slurm: --distribution=arbitrary without SLURM_HOSTFILE does not tell tasks where the "
+            f"others run; {remedy}"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [host for line in file for host in expand_hostlist(line.strip())]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Slurm: SLURM_HOSTFILE {path!r} cannot be read here: {error}") from error
+    unknown = [host for host in lines if host not in hosts]
+    if unknown:
+        raise ValueError(
+            f"Slurm: SLURM_HOSTFILE {path!r} lists {unknown[0]!r}, which is not a node of the "
+            f"step; {remedy}"
+        )
+    return [(hosts.index(host), lines[:rank].count(host)) for rank, host in enumerate(lines)]
 
 
 def _rank_positions(per_node: Sequence[int], chunk: int) -> list[tuple[int, int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Sequence
 
 from tfdist.cluster.addresses import address_problem
@@ -26,6 +28,9 @@ Runs COMMAND once for each task of a cluster. Each task gets its own TF_CONFIG.
 
   on hosts that you reach by ssh, from one terminal:
   tfdist launch --on ssh --hosts a:2,b:2 --restarts 9 -- train.py
+
+  on the nodes of a Slurm job, or, outside of one, on nodes that Slurm gives for this launch:
+  tfdist launch --on slurm --workers 4 --nodes 2 --time 60 -- train.py
 
 COMMAND is a Python file, -m MODULE, `tfdist train`, or any program. Without --cluster,
 --rendezvous and --on, all tasks run on this host, on free ports and without access to the network.
@@ -102,13 +107,20 @@ OF_ENGINES = {  # flags of --on, and the engines that take each
     "hosts": ("ssh",),
     "hosts_file": ("ssh",),
     "ssh_command": ("ssh",),
-    "remote_python": ("ssh",),
-    "gpus_per_task": ("ssh",),
-    "directory": ("ssh",),
-    "env": ("ssh",),
+    "remote_python": ("ssh", "slurm"),
+    "gpus_per_task": ("ssh", "slurm"),
+    "directory": ("ssh", "slurm"),
+    "env": ("ssh", "slurm"),
+    "nodes": ("slurm",),
+    "partition": ("slurm",),
+    "time": ("slurm",),
+    "account": ("slurm",),
+    "slurm_options": ("slurm",),
+    "queue_timeout": ("slurm",),
 }
-ENGINES = ("ssh",)
+ENGINES = ("ssh", "slurm")
 JOIN_TIMEOUT_S = 300.0
+QUEUE_TIMEOUT_S = 3600.0
 
 
 def _check_engine(flags: argparse.Namespace) -> None:
@@ -134,6 +146,24 @@ def _check_engine(flags: argparse.Namespace) -> None:
         )
     if flags.join_timeout is None:
         flags.join_timeout = JOIN_TIMEOUT_S
+    if flags.on == "slurm":
+        _check_slurm_options(flags.slurm_options)
+
+
+def _check_slurm_options(text: str | None) -> None:
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        raise ValueError(f"--slurm-options: expected words as in a shell: {error}") from error
+    if ":" in words:
+        raise ValueError(
+            "--slurm-options: expected options of one job, received ':' of a heterogeneous job, "
+            "whose parts do not form one cluster; ask for nodes of one kind"
+        )
+    if word := next((word for word in words if not word.startswith("-")), None):
+        raise ValueError(
+            f"--slurm-options: expected options in the form --NAME=VALUE, received {word!r}"
+        )
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:
@@ -237,6 +267,49 @@ def add_hang_flags(faults) -> None:
     )
 
 
+def add_slurm_flags(group) -> None:
+    """Add the flags that ask Slurm for nodes to a group."""
+    group.add_argument(
+        "--nodes", type=whole(1), metavar="N", help="number of nodes (Slurm's choice)"
+    )
+    group.add_argument("--partition", metavar="P", help="partition (Slurm's default)")
+    group.add_argument(
+        "--time",
+        type=slurm_time,
+        metavar="T",
+        help="time limit: MINUTES, HH:MM:SS or DAYS-HH:MM:SS",
+    )
+    group.add_argument("--account", metavar="A", help="account (Slurm's default)")
+    group.add_argument(
+        "--slurm-options",
+        metavar="WORDS",
+        help='other options of salloc or sbatch, such as "--cpus-per-task=8 --exclusive"',
+    )
+    group.add_argument(
+        "--queue-timeout",
+        type=seconds,
+        metavar="S",
+        help="seconds to wait for the nodes (3600); after that, exit code 75",
+    )
+
+
+def slurm_time(text: str) -> str:
+    """Return a time limit that has one of Slurm's forms.
+
+    Example:
+        >>> slurm_time("2-12:30"), slurm_time("90")
+        ('2-12:30', '90')
+        >>> slurm_time("2h")
+        Traceback (most recent call last):
+        argparse.ArgumentTypeError: expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS, received '2h'
+    """
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS, received {text!r}"
+        )
+    return text
+
+
 def add_color_flag(output) -> None:
     """Add --color to a group."""
     output.add_argument(
@@ -258,8 +331,13 @@ def hang_timeouts(flags: argparse.Namespace) -> dict[str, float]:
     return {phase: seconds for phase, seconds in bounds.items() if seconds}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the launcher to a parser."""
+def add_flags(parser: argparse.ArgumentParser, on: bool = True) -> None:
+    """Add the flags of the launcher to a parser.
+
+    Args:
+        parser: The parser.
+        on: Whether to add --on, default True.
+    """
     local = parser.add_argument_group("a cluster on this machine")
     local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
     local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")
@@ -342,9 +420,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "answer (300)",
     )
     engine = parser.add_argument_group("machines of an engine, from one terminal")
-    engine.add_argument(
-        "--on", choices=ENGINES, help="where to start the tasks; the output comes back here"
-    )
+    if on:
+        engine.add_argument(
+            "--on", choices=ENGINES, help="where to start the tasks; the output comes back here"
+        )
     engine.add_argument(
         "--hosts", metavar="A:2,B", help="hosts for --on ssh, with the number of tasks of each (1)"
     )
@@ -374,6 +453,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="GPUs of each task, by CUDA_VISIBLE_DEVICES (every task sees all GPUs of its host)",
     )
+    add_slurm_flags(parser.add_argument_group("nodes of Slurm (--on slurm)"))
     tasks = parser.add_argument_group("tasks")
     add_task_flags(tasks)
     tasks.add_argument(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from tfdist.cluster.addresses import free_ports, is_here, nobody_here
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.launch import agent, doctor_check
-from tfdist.launch.engines import launch_on
+from tfdist.launch.engines import launch_on, slurm_launch
 from tfdist.launch.engines.fleet import Interrupted
 from tfdist.launch.failure_report import short_path
 from tfdist.launch.fault_injection import Chaos
@@ -38,6 +38,7 @@ from tfdist.runtime.launch_protocol import (
     PREEMPTED_CODE,
     RESULT,
     THREAD_VARIABLES,
+    TRANSIENT_CODE,
     note,
 )
 from tfdist.runtime.resource_limits import cores
@@ -71,11 +72,13 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         code := doctor_check.run(flags, doctor_check.doctor_words(flags, spec, words))
     ):
         return code
-    log_dir = make_log_dir(flags.log_dir)
+    log_dir = make_log_dir(slurm_launch.log_dir(flags) if flags.on == "slurm" else flags.log_dir)
+    used = slurm_launch.restarts_used(log_dir) if flags.on == "slurm" else 0
+    policy = Policy(flags.restarts, used)
     for name in (JOURNAL, RESULT):  # left by an earlier launch into the same directory
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(log_dir, name))
-    note(log_dir, "launch", chaos=flags.chaos)
+    note(log_dir, "launch", chaos=flags.chaos, used=used)
     tty = sys.stdout.isatty()
     colour = wants_colour(flags.color, tty, os.environ)
     prefix_width = 0 if flags.no_prefix else max(map(len, names)) + 3
@@ -95,6 +98,8 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         chatter="TF_CPP_MIN_LOG_LEVEL" in os.environ,  # the user has chosen
     )
 
+    if policy.left < 0:  # Slurm itself has queued the job again
+        return slurm_launch.final_code(TRANSIENT_CODE, policy, console.notice)
     # Isolate now: before the first child (the guardian), before the first threads (for the task
     # outputs), and before the search for free ports.
     isolated = False
@@ -124,7 +129,6 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
 
     standby = not flags.on and (flags.restarts > 0 if flags.standby is None else flags.standby > 0)
     launch = uuid.uuid4().hex
-    policy = Policy(flags.restarts)
 
     def plan_here(attempt: int):
         if fleet is not None:
@@ -144,7 +148,13 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             Standbys(flags.standby if standby else 0, guardian, log_dir, console.notice)
         ) as standbys,
         launch_on.open_fleet(
-            flags, words, guardian, log_dir, lambda: supervisor.interrupted
+            flags,
+            words,
+            guardian,
+            log_dir,
+            lambda: supervisor.interrupted,
+            lambda number: interrupt(number),
+            console.notice,
         ) as fleet,
     ):
         supervisor = Supervisor(
@@ -162,9 +172,12 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             standbys=standbys,
             start=fleet.start if fleet else None,
         )
+        interrupt = supervisor.interrupt
+        if flags.on == "slurm":
+            interrupt = launch_on.interrupt_once(interrupt)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # keep a signal ignored under nohup
-                signal.signal(number, supervisor.interrupt)
+                signal.signal(number, interrupt)
         if flags.rendezvous:
             code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
         else:
@@ -180,6 +193,13 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
                 code = supervisor.run()
             except Interrupted:
                 code = supervisor.farewell(0.0, {})
+            except TimeoutError as error:
+                if not slurm_launch.is_requeued(flags) or policy.left > 0:
+                    raise
+                console.notice(f"error: {error}")
+                code = TRANSIENT_CODE
+            if slurm_launch.is_requeued(flags):
+                code = slurm_launch.final_code(code, policy, console.notice)
     note(log_dir, "over", code=code)
     return code
 
@@ -363,6 +383,7 @@ main = Command(
         1: "--check found a fault; no task was started",
         "else": "the exit code of the task that is the root cause; 128 + signal if a signal ended "
         "it",
+        TRANSIENT_CODE: "a task hung, or machines are absent or lost; another start may help",
         PREEMPTED_CODE: "SIGTERM ended the tasks after a snapshot; the same command resumes "
         "training",
     },

@@ -91,6 +91,7 @@ class Policy:
 
     Args:
         restarts: Maximum number of restarts.
+        used: Number of restarts that earlier starts of the same job have used, default 0.
 
     Example:
         >>> policy = Policy(restarts=1)
@@ -100,9 +101,9 @@ class Policy:
         'no restart is left (--restarts 1)'
     """
 
-    def __init__(self, restarts: int):
+    def __init__(self, restarts: int, used: int = 0):
         self._restarts = restarts
-        self._used = 0
+        self._used = used
         self._restarts_without_step = 0  # consecutive restarts without a finished step
         self._last: tuple | None = None
 
@@ -129,6 +130,11 @@ class Policy:
     def left(self) -> int:
         """Return the number of restarts that are left."""
         return self._restarts - self._used
+
+    @property
+    def used(self) -> int:
+        """Return the number of restarts that are used."""
+        return self._used
 
     def allow_one(self) -> bool:
         """Count the restart of one task while its group continues; return False if none is left."""

@@ -137,6 +137,7 @@ class Supervisor:
                 restart=decision.restart,
                 delay=decision.delay,
                 text=decision.text,
+                used=self._policy.used,
             )
             report = format_verdict(outcome.verdict, attempt_started, self._log_dir, self._colour)
             decision_text = decision.text and f"\ntfdist: {decision.text}"
@@ -340,7 +341,13 @@ class Supervisor:
                 f"tfdist: {name} {description.removesuffix(': ')}; the launcher restarts it, the "
                 "other tasks continue"
             )
-            note(self._log_dir, "replaced", task=name, life=restarts[name])
+            note(
+                self._log_dir,
+                "replaced",
+                task=name,
+                life=restarts[name],
+                used=self._policy.used,
+            )
             group[i] = self._start(process.plan.restarted(restarts[name]))
 
     def _exits_for_restart(self, process: Process) -> bool:

@@ -118,6 +118,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def gets_repeated_signals(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a scheduler sends this process the same SIGTERM more than once.
+
+    Slurm signals every process of a step, also those to which a launcher or an agent passes the
+    signal on. It ends with SIGKILL what does not end in time.
+
+    Example:
+        >>> gets_repeated_signals({"SLURM_JOB_ID": "7"}), gets_repeated_signals({})
+        (True, False)
+    """
+    return "SLURM_JOB_ID" in (os.environ if environ is None else environ)
+
+
 def inherited(*names: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return those of the named variables that this process has set and its tasks inherit.
 

@@ -163,8 +163,16 @@ def test_kubernetes():
     ("environ", "words"),
     [
         (
+            {**SLURM, "SLURM_DISTRIBUTION": "strange"},
+            "'strange' is not known; use srun --distribution=block",
+        ),
+        (
             {**SLURM, "SLURM_DISTRIBUTION": "arbitrary"},
-            "'arbitrary' is not known; use srun --distribution=block",
+            "arbitrary without SLURM_HOSTFILE .* or use --distribution=block",
+        ),
+        (
+            {**SLURM, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": "/nowhere"},
+            "SLURM_HOSTFILE '/nowhere' cannot be read here",
         ),
         ({**SLURM, "SLURM_LOCALID": "1"}, "SLURM_PROCID 2 is task 1 of node 1"),
         ({**SLURM, "SLURM_PROCID": "9"}, "SLURM_PROCID 9"),

@@ -11,10 +11,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Protocol
 
-from tfdist.launch.engines.agent_protocol import PING_S, bytes_of, decode, encode
+from tfdist.launch.engines.agent_protocol import PING_S, SILENT_PINGS, bytes_of, decode, encode
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime import launch_protocol
 from tfdist.runtime.guardian import Guardian, kill_group
@@ -52,7 +52,8 @@ class ProcessTransport:
 
     Args:
         argv: Command of the program.
-        guardian: Guardian that kills the program if this process dies.
+        guardian: Guardian that kills the program if this process dies; None for a program that ends
+            with its standard input.
         environ: Environment of the program; None for that of this process.
         remedies: Remedy by exit code of the program, default none.
     """
@@ -60,7 +61,7 @@ class ProcessTransport:
     def __init__(
         self,
         argv: Sequence[str],
-        guardian: Guardian,
+        guardian: Guardian | None,
         environ: Mapping[str, str] | None = None,
         remedies: Mapping[int, str] | None = None,
     ):
@@ -75,7 +76,8 @@ class ProcessTransport:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches only the launcher
         )
-        guardian.add(self._popen.pid)
+        if guardian is not None:
+            guardian.add(self._popen.pid)
 
     def write(self, line: bytes) -> None:
         """See `Transport`."""
@@ -93,12 +95,15 @@ class ProcessTransport:
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError):
             self._popen.stdin.close()
-        try:
-            self._popen.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            kill_group(self._popen.pid)
-            self._popen.wait()
-        self._guardian.remove(self._popen.pid)
+        # SIGTERM makes srun end its step, which SIGKILL would leave behind.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(CLOSE_S)
+                break
+            kill_group(self._popen.pid, number)
+        self._popen.wait()
+        if self._guardian is not None:
+            self._guardian.remove(self._popen.pid)
 
     def ending(self) -> str:
         """See `Transport`."""
@@ -116,12 +121,22 @@ class AgentConnection:
         host: Name of the host, for messages.
         transport: Connection to the agent.
         log_dir: Log directory of the launch, whose journal gets the events of the task.
+        signalled: Function that gets the number of a signal that the scheduler has sent to the
+            agent.
     """
 
-    def __init__(self, host: str, transport: Transport, log_dir: str | None = None):
+    def __init__(
+        self,
+        host: str,
+        transport: Transport,
+        log_dir: str | None = None,
+        signalled: Callable[[int], None] = lambda number: None,
+    ):
         self.host = host
         self._transport = transport
         self._log_dir = log_dir
+        self._signalled = signalled
+        self._unanswered = 0  # pings since the agent's last message
         self._lock = threading.Lock()
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._said: collections.deque[str] = collections.deque(maxlen=SAID_LINES)
@@ -198,16 +213,28 @@ class AgentConnection:
         said = "; ".join(line for line in self._said if line)
         return f"{self.host}: {problem}" + (f": {said}" if said else "")
 
-    def _lose(self) -> None:
+    def _lose(self, reason: str = "") -> None:
         if self.lost is None:
-            self.lost = self._transport.ending() if not self._closed.is_set() else "closed"
+            self.lost = (
+                reason or self._transport.ending() if not self._closed.is_set() else "closed"
+            )
 
     def _ping(self) -> None:
         while self.lost is None and not self._closed.wait(PING_S):
+            if self._unanswered >= SILENT_PINGS:
+                self._lose(f"sent nothing for {SILENT_PINGS * PING_S:g} s")
+                self._lose_task()
+                return
+            self._unanswered += 1
             self.send("ping")
+
+    def _lose_task(self) -> None:
+        if self._task is not None and not self._closed.is_set():
+            self._task.lose(self._problem(self.lost or ""))
 
     def _read(self) -> None:
         while line := self._transport.read():
+            self._unanswered = 0
             message = decode(line)
             if message is None:
                 self._said.append(line.decode("utf-8", "replace").strip()[:200])
@@ -218,6 +245,9 @@ class AgentConnection:
                     self._task.receive({"type": "exit", "code": 127})
             elif message["type"] == "journal":
                 self._copy_journal(message["text"])
+            elif message["type"] == "signalled":
+                if not self._closed.is_set():
+                    self._signalled(message["number"])
             elif message["type"] == "result":
                 if self._log_dir is not None:
                     path = os.path.join(self._log_dir, launch_protocol.RESULT)
@@ -225,8 +255,7 @@ class AgentConnection:
             elif self._task is not None:
                 self._task.receive(message)
         self._lose()
-        if self._task is not None and not self._closed.is_set():
-            self._task.lose(self._problem(self.lost or ""))
+        self._lose_task()
 
     def _journal(self) -> str:
         if self._log_dir is None:

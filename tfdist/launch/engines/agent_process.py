@@ -52,10 +52,12 @@ class Agent:
         orders: Binary stream of the launcher's messages.
         output: File descriptor for the messages to the launcher.
         guardian: Guardian that kills the task if this process dies.
+        signalled: Event of a SIGTERM, by which a scheduler announces the end of the job.
     """
 
-    def __init__(self, orders, output: int, guardian: Guardian):
+    def __init__(self, orders, output: int, guardian: Guardian, signalled: threading.Event):
         self._output = output
+        self._signalled = signalled
         self._lock = threading.Lock()
         self._guardian = guardian
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -89,6 +91,9 @@ class Agent:
                 self._obey(order)
             if time.monotonic() - self._last_order > ORPHAN_S:
                 break
+            if self._signalled.is_set():
+                self._signalled.clear()
+                self.send("signalled", number=int(signal.SIGTERM))
             if self._task and not self._task.forward():
                 self._task = None
         if self._task:
@@ -110,6 +115,8 @@ class Agent:
                 self._task = _Task(order, self.send, self._guardian)
             except OSError as error:
                 self.send("refused", text=f"cannot execute {order['argv'][0]!r}: {error.strerror}")
+        elif kind == "ping":
+            self.send("pong")
         elif kind == "signal" and self._task:
             self._task.send_signal(order["number"])
         elif kind == "stacks" and self._task:
@@ -284,13 +291,16 @@ def main() -> None:
     """Serve the launcher at the other end of standard input and output."""
     # The launcher decides when the task ends: a scheduler's or terminal's signal to all processes
     # of a step must not end the agent first.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    # With handlers: the task would inherit SIG_IGN, and be deaf to Ctrl-C.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    signalled = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: signalled.set())
     output = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed here is no message
     os.set_inheritable(output, False)
     with Guardian() as guardian:
-        Agent(sys.stdin.buffer, output, guardian).run()
+        Agent(sys.stdin.buffer, output, guardian, signalled).run()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ from typing import Any
 
 MARK = b"\x1e"  # ASCII's record separator
 PING_S = 2.0  # interval at which the launcher writes to each agent
+# Pings without any message from an agent, after which it counts as lost: its host may be gone
+# without an end of the connection, and srun does not notice the death of the step's daemon.
+SILENT_PINGS = 15
 # Seconds without a message from its launcher after which an agent kills its task: the network may
 # be cut without either end of the connection noticing.
 ORPHAN_S = 60.0

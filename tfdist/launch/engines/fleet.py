@@ -93,6 +93,8 @@ class Fleet:
         log_dir: Log directory of the launch.
         timeout: Seconds for all agents to answer.
         interrupted: Function that returns whether the user has ended the launch.
+        signalled: Function that gets the number of a signal that the scheduler has sent to an
+            agent, to announce the end of the job.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Fleet:
         log_dir: str,
         timeout: float,
         interrupted: Callable[[], bool] = lambda: False,
+        signalled: Callable[[int], None] = lambda number: None,
     ):
         self._engine = engine
         self._words = list(words)
@@ -111,6 +114,8 @@ class Fleet:
         self._log_dir = log_dir
         self._timeout = timeout
         self._interrupted = interrupted
+        self._signalled = signalled
+        self._allocates = False  # an engine that gives machines back ends the agents there
         self._agents: dict[Slot, AgentConnection] = {}
         self._slots: list[Slot] = []
         self._by_task: dict[str, Slot] = {}
@@ -133,15 +138,17 @@ class Fleet:
             Interrupted: If the user has ended the launch.
         """
         lost = [slot for slot, agent in self._agents.items() if agent.lost is not None]
+        self._allocates = True
         if lost or not self._slots:
             self._slots = self._engine.allocate(len(names), lost)
         for slot in [slot for slot in self._agents if slot in lost or slot not in self._slots]:
             self._agents.pop(slot).close()
+        self._allocates = False
         deadline = time.monotonic() + self._timeout
         new = [slot for slot in self._slots if slot not in self._agents]
         for slot in new:
             transport = self._engine.connect(slot)
-            self._agents[slot] = AgentConnection(slot.host, transport, self._log_dir)
+            self._agents[slot] = AgentConnection(slot.host, transport, self._log_dir, self._pass_on)
         for slot in new:
             self._versions[slot.host] = self._reply(slot, "hello", deadline)["versions"]
         check_same(
@@ -175,6 +182,10 @@ class Fleet:
         for agent in self._agents.values():
             agent.close()
         self._engine.close()
+
+    def _pass_on(self, number: int) -> None:
+        if not self._allocates:
+            self._signalled(number)
 
     def _reply(self, slot: Slot, kind: str, deadline: float) -> dict[str, Any]:
         while True:

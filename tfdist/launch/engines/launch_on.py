@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.launch.engines import ssh
+from tfdist.launch.engines import slurm_launch, ssh
 from tfdist.launch.engines.fleet import Engine, Fleet, Prepared
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.guardian import Guardian
@@ -21,15 +22,16 @@ SET_BY_AGENTS = (*THREAD_VARIABLES, "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL")
 
 
 def fill_in(flags: argparse.Namespace) -> None:
-    """Parse the hosts of --on ssh, and set the default of --workers.
+    """Find the machines that the flags name, and set the default of --workers.
 
     Args:
         flags: Checked flags of the launcher.
 
     Raises:
-        ValueError: If the hosts are wrong, or fewer than the tasks.
+        ValueError: If the machines are wrong, or have fewer places than there are tasks.
     """
-    if flags.on != "ssh":
+    if flags.on == "slurm":
+        slurm_launch.fill_in(flags, os.environ)
         return
     flags.hosts = (
         ssh.parse_hosts(flags.hosts)
@@ -55,6 +57,8 @@ def open_fleet(
     guardian: Guardian,
     log_dir: str,
     interrupted: Callable[[], bool],
+    signalled: Callable[[int], None],
+    show_line: Callable[[str], None],
 ) -> Iterator[Fleet | None]:
     """Yield the agents of a launch; None without --on.
 
@@ -64,23 +68,28 @@ def open_fleet(
         guardian: Guardian that kills what runs on this machine if this process dies.
         log_dir: Log directory of the launch.
         interrupted: Function that returns whether the user has ended the launch.
+        signalled: Function that gets the number of a signal that the scheduler has sent to a task.
+        show_line: Function that shows a line to the user.
     """
     if not flags.on:
         yield None
         return
     fleet = Fleet(
-        _engine(flags, guardian),
+        slurm_launch.engine(flags, show_line, interrupted)
+        if flags.on == "slurm"
+        else _ssh(flags, guardian),
         words,
         flags.directory or os.getcwd(),
         log_dir=log_dir,
         timeout=flags.join_timeout,
         interrupted=interrupted,
+        signalled=signalled,
     )
     with contextlib.closing(fleet):
         yield fleet
 
 
-def _engine(flags: argparse.Namespace, guardian: Guardian) -> Engine:
+def _ssh(flags: argparse.Namespace, guardian: Guardian) -> Engine:
     return ssh.Ssh(
         flags.hosts,
         guardian,
@@ -88,6 +97,31 @@ def _engine(flags: argparse.Namespace, guardian: Guardian) -> Engine:
         python=flags.remote_python,
         gpus_per_task=flags.gpus_per_task or 0,
     )
+
+
+def interrupt_once(interrupt: Callable[..., None]) -> Callable[..., None]:
+    """Return a signal handler that passes on only the first SIGTERM.
+
+    A scheduler sends SIGTERM to the launcher, to its script and to each agent, and means it once.
+
+    Args:
+        interrupt: Signal handler.
+
+    Example:
+        >>> handler = interrupt_once(lambda number, frame=None: print("signal", number))
+        >>> for number in (15, 15, 2, 2): handler(number)
+        signal 15
+        signal 2
+        signal 2
+    """
+    seen: list[int] = []
+
+    def handle(number: int, frame: object = None) -> None:
+        if number != signal.SIGTERM or not seen:
+            seen.append(number)
+            interrupt(number, frame)
+
+    return handle
 
 
 def task_environ(flags: argparse.Namespace) -> dict[str, str]:
@@ -157,5 +191,7 @@ def describe(flags: argparse.Namespace, tasks: Sequence[Task]) -> str:
         flags: Flags, as `fill_in` returns them.
         tasks: Tasks of the launch.
     """
+    if flags.on == "slurm":
+        return slurm_launch.describe(flags)
     hosts = [host for host, _ in flags.hosts]
     return f"on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''} by ssh"

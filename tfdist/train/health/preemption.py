@@ -2,7 +2,8 @@
 
 TensorFlow's coordination service takes SIGTERM and goes on training. While this module listens,
 Python receives the signal instead. A process that is blocked in TensorFlow runs no signal handler,
-so a thread counts the signals, and ends the process at the second one.
+so a thread counts the signals, and ends the process at the second one, unless a scheduler repeats
+the first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from os import _exit as end_at_once
 
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, gets_repeated_signals
 
 SIGNAL = signal.SIGTERM
 
@@ -77,5 +78,5 @@ def _count_signals(reader: socket.socket) -> None:
         count += numbers.count(bytes([SIGNAL]))
         if count:
             _requested.set()  # Python runs the handler only when TensorFlow returns
-        if count > 1:
+        if count > 1 and not gets_repeated_signals():
             end_at_once(128 + SIGNAL)

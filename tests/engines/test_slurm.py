@@ -1,0 +1,460 @@
+"""Test `tfdist launch --on slurm` and `tfdist submit` on a real Slurm, without TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.engines import slurm_cluster
+from tests.engines.slurm_cluster import NODES
+from tests.launches import PRELUDE, Launch
+from tests.processes import ROOT
+
+BEAT = """
+from tfdist.runtime.launch_protocol import Launched, Phase, Progress, note
+progress = Progress(Launched.from_environ().progress_file)
+attempt = os.environ["TFDIST_ATTEMPT"]
+restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+note(os.environ["TFDIST_LOG_DIR"], "met", task=me, attempt=int(attempt))
+def train(seconds):
+    for step in range(int(seconds * 20)):
+        progress.beat(Phase.RUNNING, 0, step + 1, step + 1)
+        time.sleep(0.05)
+"""
+SAVE = """
+def save(*_):
+    print("saved", me, flush=True)
+    sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+"""
+BOUND_S = 90
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm_cluster.running() as started:
+        yield started
+
+
+@pytest.fixture
+def slurm(cluster):
+    """Yield an idle Slurm; check afterwards that no job is left."""
+    cluster.wait_until_idle()
+    yield cluster
+    left = [job for job in cluster.jobs() if "COMPLETING" not in job]
+    for job in left:
+        cluster.run("scancel", job.split()[0])
+    cluster.wait_until_idle()
+    assert not left, f"jobs left behind: {left}"
+
+
+class SlurmLaunch(Launch):
+    """Launches and jobs of a test."""
+
+    def __init__(self, directory, slurm):
+        super().__init__(directory, bound=BOUND_S)
+        name, _, value = self.mark.partition("=")
+        self.environ = {**slurm.environ, name: value}
+        self.slurm = slurm
+
+    def start(self, *flags, **options):
+        options.setdefault("environ", self.environ)
+        return super().start("--on", "slurm", *flags, **options)
+
+    def tfdist(self, *words, timeout=BOUND_S):
+        """Run another command of tfdist; return exit code, output and errors."""
+        result = subprocess.run(
+            [sys.executable, "-m", "tfdist", *words],
+            cwd=self.directory,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        return result.returncode, result.stdout, result.stderr
+
+    def submit(self, *flags, script, command=("task.py",)):
+        """Submit a job; return its number."""
+        (self.directory / "task.py").write_text(PRELUDE + script)
+        code, out, err = self.tfdist("submit", *flags, "--", *command)
+        assert code == 0, err
+        return out.strip()
+
+    def finish_job(self, job, seconds=BOUND_S):
+        """Wait for the end of a job; return its final state, its exit code and its output."""
+        waits = time.monotonic()
+        end = waits + seconds
+        while True:
+            text = self.slurm.run("scontrol", "-o", "show", "job", job)
+            state = re.search(r"JobState=(\w+)", text)[1]
+            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+                code = re.search(r"ExitCode=(\d+):", text)[1]
+                return state, int(code), self.output(job)
+            # Slurm waits two minutes with a job that is requeued. Within seconds, a node would
+            # refuse it, because it has revoked the credential of the former start.
+            waits = waits if "Reason=BeginTime" in text else time.monotonic()
+            if time.monotonic() - waits > 4:
+                self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            assert time.monotonic() < end, f"{text}\n{self.output(job)}\n{self.slurm.log()}"
+            time.sleep(0.3)
+
+    def output(self, job):
+        path = self.directory / f"slurm-{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_output(self, job, words, seconds=BOUND_S):
+        end = time.monotonic() + seconds
+        while words not in self.output(job):
+            assert time.monotonic() < end, f"{self.output(job)}\n{self.slurm.log()}"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def launch(slurm, tmp_path):
+    launch = SlurmLaunch(tmp_path, slurm)
+    yield launch
+    left = launch.wait_for_nobody(15.0)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes left behind: {left}"
+
+
+def test_tasks_get_nodes_cores_and_gpus_of_an_allocation(launch, slurm):
+    script = (
+        BEAT
+        + """
+cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+print("on", os.environ["SLURMD_NODENAME"], [host.rpartition(":")[0] for host in cluster])
+print("threads", os.environ["OMP_NUM_THREADS"], "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))
+print("env", os.environ["WORD"], os.getcwd())
+"""
+    )
+    gpus = ("--gpus-per-task=1",) if slurm.has_gpus else ()
+    code, out, err = launch.run(
+        "--workers=3", "--nodes=2", "--env=WORD=a b=c", *gpus, script=script
+    )
+    assert code == 0, err
+    hosts = re.findall(r"on (\S+) \[(.*)\]", out)
+    assert sorted(host for host, _ in hosts) == sorted([NODES[0], NODES[0], NODES[1]])
+    assert {hosts for _, hosts in hosts} == {f"'{NODES[0]}', '{NODES[0]}', '{NODES[1]}'"}
+    assert out.count(f"env a b=c {launch.directory}\n") == 3
+    if slurm.has_gpus:
+        visible = dict(re.findall(r"\[(worker:\d)\] threads 1 gpus (\S+)", out))
+        assert {visible["worker:0"], visible["worker:1"]} == {"0", "1"}
+
+
+def test_failed_and_hung_workers_are_named_and_restarted(launch):
+    script = (
+        BEAT
+        + """
+train(0.5)
+if me == "worker:1" and attempt == "0": raise ValueError("a mistake of the script")
+if me == "worker:1" and attempt == "1": time.sleep(60)
+if me == "worker:0" and attempt < "2": train(60)
+"""
+    )
+    code, _out, err = launch.run(
+        "--workers=2", "--nodes=2", "--hang-timeout=3", "--restarts=3", script=script
+    )
+    assert code == 0, err
+    causes = re.findall(r"ROOT CAUSE: (.*)", err)
+    assert causes[0] == "worker:1 failed with exit code 1: ValueError: a mistake of the script"
+    assert re.fullmatch(
+        r"worker:1 made no step for \d+ s after step 10 .* killed as hung", causes[1]
+    )
+    assert 'File "task.py"' in err or "time.sleep(60)" in err  # the stack of the hung task
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_stays_behind_when_the_launcher_ends(launch, slurm, number):
+    process = launch.start("--workers=2", script=BEAT + SAVE + "ready()\ntrain(60)\n")
+    launch.wait_for("worker:0.ready", "worker:1.ready")
+    os.kill(process.pid, number)
+    code, _, _ = launch.finish()
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 42, signal.SIGKILL: -9}[number]
+    assert not launch.wait_for_nobody(15.0)
+    slurm.wait_until_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_pending_request_is_withdrawn_when_the_launcher_ends(launch, slurm, number):
+    blocker = slurm.run("sbatch", "--parsable", "-N3", "--exclusive", "--wrap", "sleep 60")
+    process = launch.start("--workers=1", script="pass")
+    slurm.wait_for("tfdist PENDING", "squeue", "-h", "-o", "%j %T")
+    os.kill(process.pid, number)
+    code, _, _ = launch.finish()
+    assert code == (130 if number == signal.SIGINT else -9)
+    assert not launch.wait_for_nobody(15.0)
+    end = time.monotonic() + 15
+    while any("tfdist" in job for job in slurm.jobs()) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not any("tfdist" in job for job in slurm.jobs())
+    slurm.run("scancel", blocker)
+
+
+def test_wait_in_the_queue_is_explained_and_bounded(launch, slurm):
+    blocker = slurm.run("sbatch", "--parsable", "-N3", "--exclusive", "--wrap", "sleep 60")
+    code, _, err = launch.run("--workers=1", "--queue-timeout=4", script="pass")
+    assert code == 75
+    assert re.search(r"job \d+ of Slurm is pending: (Resources|Priority)", err), err
+    assert "error: Slurm gave no nodes within 4 s (" in err
+    slurm.run("scancel", blocker)
+
+
+def test_node_that_is_lost_is_replaced(launch, slurm):
+    """The lost node's place is taken by a node of a new allocation."""
+    script = (
+        BEAT
+        + """
+print("on", os.environ["SLURMD_NODENAME"], flush=True)
+open(f"{me}.{attempt}", "w").close()
+if attempt == "0": train(60)
+"""
+    )
+    launch.start("--workers=2", "--nodes=2", "--restarts=1", script=script)
+    launch.wait_for("worker:0.0", "worker:1.0")
+    slurm.lose_node(NODES[1])
+    try:
+        code, out, err = launch.finish()
+    finally:
+        slurm.return_node(NODES[1])
+    assert code == 0, err
+    assert re.search(rf"worker:1 was (lost with its host {NODES[1]}|killed)", err), err
+    assert "asking for another" in err
+    assert f"[worker:1] on {NODES[2]}" in out
+
+
+def test_spare_node_of_a_job_takes_the_place_of_a_lost_one(launch, slurm):
+    script = (
+        BEAT
+        + """
+print("on", os.environ["SLURMD_NODENAME"], "attempt", attempt, flush=True)
+open(f"{me}.{attempt}", "w").close()
+if attempt == "0": train(60)
+"""
+    )
+    job = launch.submit(
+        "--workers=2",
+        "--nodes=3",
+        "--slurm-options=--ntasks=3 --ntasks-per-node=1",
+        "--restarts=1",
+        script=script,
+    )
+    launch.wait_for("worker:0.0", "worker:1.0")
+    slurm.lose_node(NODES[1])
+    try:
+        state, code, text = launch.finish_job(job)
+    finally:
+        slurm.return_node(NODES[1])
+    assert (state, code) == ("COMPLETED", 0), text
+    assert "queue job" not in text
+    assert f"[worker:0] on {NODES[0]} attempt 1" in text
+    assert f"[worker:1] on {NODES[2]} attempt 1" in text
+
+
+def test_job_of_a_lost_node_is_queued_again(launch, slurm):
+    script = (
+        BEAT
+        + """
+print("on", os.environ["SLURMD_NODENAME"], "restart", restart, flush=True)
+if restart == "0": open(f"{me}.running", "w").close(); train(60)
+"""
+    )
+    job = launch.submit("--workers=2", "--nodes=2", "--restarts=2", script=script)
+    launch.wait_for("worker:0.running", "worker:1.running")
+    slurm.lose_node(NODES[1])
+    try:
+        state, code, text = launch.finish_job(job)
+    finally:
+        slurm.return_node(NODES[1])
+    assert (state, code) == ("COMPLETED", 0), text
+    assert "has room for 1 of 2 tasks, as nodes are lost; queue it again" in text
+    assert f"exit code 75: queue job {job} again" in text
+    assert f"[worker:1] on {NODES[2]} restart 1" in text
+    journals = sorted(path.name for path in (launch.directory / "runs" / f"slurm-{job}").iterdir())
+    assert journals == ["start-0", "start-1"]
+
+
+def test_preempted_job_saves_and_resumes_without_counting(launch, slurm):
+    """A job of a partition with priority takes the nodes: save within its grace, and 42."""
+    script = (
+        BEAT
+        + SAVE
+        + """
+print("restart", restart, flush=True)
+if restart == "0": open(f"{me}.running", "w").close(); train(60)
+"""
+    )
+    job = launch.submit("--workers=2", "--nodes=2", "--restarts=0", script=script)
+    launch.wait_for("worker:0.running", "worker:1.running")
+    urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert "saved worker:0" in text
+    assert "saved worker:1" in text
+    assert f"exit code 42: queue job {job} again" in text
+    assert "[worker:0] restart 1" in text
+    assert launch.finish_job(urgent)[0] == "COMPLETED"
+
+
+@pytest.mark.parametrize("options", ["--signal=TERM", "--signal=TERM --batch"])
+def test_sigterm_to_steps_or_to_the_script_saves(launch, slurm, options):
+    script = BEAT + SAVE + "if restart == '0': ready(); train(60)\n"
+    job = launch.submit("--workers=1", "--job-name=saves", script=script)
+    launch.wait_for("worker:0.ready")
+    slurm.run("scancel", *options.split(), job)
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert text.count("saved worker:0") == 1
+    assert "queue job" in text
+
+
+def test_configuration_error_ends_the_job(launch):
+    job = launch.submit("--workers=1", script="sys.exit(78)")
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("FAILED", 78), text
+    assert "queue job" not in text
+
+
+def test_restarts_count_over_all_starts_of_a_job(launch, slurm):
+    """One restart in the allocation leaves none for a requeue: exit code 1 ends the job."""
+    script = BEAT + "ready()\ntrain(0.5)\nsys.exit(75)\n"
+    job = launch.submit("--workers=1", "--restarts=1", script=script)
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("FAILED", 1), text
+    assert text.count("ROOT CAUSE") == 2
+    assert "exit code is 1 instead of 75" in text
+
+
+def test_jobs_are_listed_followed_and_cancelled(launch, slurm):
+    script = BEAT + SAVE + "print('hello from', me, flush=True)\nready()\ntrain(60)\n"
+    job = launch.submit("--workers=2", "--job-name=listed", script=script)
+    launch.wait_for("worker:0.ready", "worker:1.ready")
+    code, out, err = launch.tfdist("jobs")
+    assert code == 0, err
+    assert re.search(rf"^{job} +RUNNING +listed ", out, re.MULTILINE), out
+    code, out, _ = launch.tfdist("logs", job)
+    assert code == 0
+    assert "[worker:1] hello from worker:1" in out
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "tfdist", "logs", job, "--follow"],
+        cwd=launch.directory,
+        env=launch.environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    code, _, err = launch.tfdist("cancel", job)
+    assert code == 0, err
+    out, _ = follower.communicate(timeout=BOUND_S)
+    assert follower.returncode == 0
+    assert "hello from worker:0" in out
+    state, _, text = launch.finish_job(job)
+    assert state == "CANCELLED"
+    assert "queue job" not in text
+    assert job not in launch.tfdist("jobs")[1]
+    code, _, err = launch.tfdist("cancel", job)
+    assert code == 2
+    assert f"job {job} is over already: CANCELLED" in err
+
+
+def test_array_makes_a_job_for_each_number(launch, slurm):
+    script = "print('number', os.environ['SLURM_ARRAY_TASK_ID'])"
+    job = launch.submit("--workers=1", "--array=1,3", script=script)
+    end = time.monotonic() + BOUND_S
+    while slurm.jobs() and time.monotonic() < end:
+        time.sleep(0.2)
+    for number in (1, 3):
+        code, out, err = launch.tfdist("logs", f"{job}_{number}")
+        assert code == 0, err
+        assert f"number {number}" in out
+
+
+def test_allocation_of_the_user_is_used_and_kept(launch, slurm):
+    slurm.run("salloc", "--no-shell", "-N2", "--ntasks-per-node=1", "--job-name=mine")
+    job = next(line.split()[0] for line in slurm.jobs() if "mine" in line)
+    environ = {**launch.environ, "SLURM_JOB_ID": job}
+    script = BEAT + "print('in job', os.environ['SLURM_JOB_ID'])"
+    code, out, err = launch.run(script=script, environ=environ)
+    assert code == 0, err
+    assert out.count(f"in job {job}") == 2  # --workers is the number of the job's tasks
+    refused = launch.run("--nodes=2", script=script, environ=environ)
+    assert refused[0] == 2
+    assert f"--nodes: expected outside of a Slurm job; received within job {job}" in refused[2]
+    too_many = launch.run("--workers=3", script=script, environ=environ)
+    assert too_many[0] == 2
+    assert f"--workers: expected at most 2 tasks, for which job {job} has room" in too_many[2]
+    assert any(line.startswith(f"{job} ") for line in slurm.jobs())
+    slurm.run("scancel", job)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("--partition=nowhere", 2, "invalid partition specified: nowhere; `sinfo` lists"),
+        ("--slurm-options=--bogus", 2, "unrecognized option '--bogus'; see --slurm-options"),
+        ("--time=2h", 2, "--time: expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS, received '2h'"),
+        ("--nodes=9", 2, "the job would never start: Partition"),
+        ("--time=90", 2, "the job would never start: Partition"),
+        ("--hosts=a", 2, "--hosts: expected together with --on ssh, received --on slurm"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(launch, words, code, message):
+    found = launch.run(*words.split(), script="pass")
+    assert found[0] == code, found[2]
+    assert message in found[2]
+
+
+def test_unknown_jobs_and_partitions_are_named(launch):
+    assert (
+        "invalid partition specified: nowhere"
+        in launch.tfdist("submit", "--partition=nowhere", "--", "true")[2]
+    )
+    code, _, err = launch.tfdist("logs", "99999")
+    assert code == 2
+    assert "Invalid job id specified; `tfdist jobs` lists your jobs" in err
+    assert launch.tfdist("cancel", "99999")[0] == 2
+    assert "expected the number of a job" in launch.tfdist("cancel", "all")[2]
+
+
+def test_controller_that_does_not_answer_is_named(launch, tmp_path):
+    conf = tmp_path / "slurm.conf"
+    text = (launch.slurm.home / "slurm.conf").read_text()
+    conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1\nMessageTimeout=2", text))
+    launch.environ["SLURM_CONF"] = str(conf)
+    code, _, err = launch.tfdist("jobs")
+    assert code == 75, err
+    assert "look at `scontrol ping`" in err
+
+
+def test_digits_resume_after_a_preemption(launch, slurm, digits_dir):
+    """The weights of the preempted job are those of an undisturbed launch on one machine."""
+    launch.environ["TFDS_DATA_DIR"] = str(digits_dir)
+
+    def words(name):
+        return (
+            "--workers=2", "--chaos=none", f"--log-dir={name}", "--grace=60", "--",
+            str(ROOT / "examples" / "digits.py"), "--epochs=3",
+            f"--backup_dir={launch.directory / name}-backup",
+        )  # fmt: skip
+
+    code, out, err = launch.tfdist("submit", "--nodes=2", *words("job"))
+    assert code == 0, err
+    job = out.strip()
+    launch.wait_for_output(job, "Epoch 2/3", 300)
+    slurm.run("scancel", "--signal=TERM", job)  # as Slurm does within the grace of a preemption
+    state, code, text = launch.finish_job(job, 300)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert f"exit code 42: queue job {job} again" in text
+    assert "Epoch 1/3" not in text.partition("queue job")[2], text
+    code, out, err = launch.tfdist("launch", *words("here"), timeout=300)
+    assert code == 0, out + err
+    code, out, err = launch.tfdist("chaos", "report", "job/start-1", "--against", "here")
+    assert code == 0, out + err
