@@ -43,7 +43,7 @@ test-quick: .venv/installed-test lint
 
 test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
-	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu tests/engines
+	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu tests/engines/test_slurm_steps.py
 
 # apt-get install slurm-wlm munge openssh-server openmpi-bin for all of them; what is missing is skipped.
 test-engines: .venv/installed-test
