@@ -134,21 +134,20 @@ class SlurmCluster:
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        for pid in self._children_of(node):
+        conf = f"SLURM_CONF={self.environ['SLURM_CONF']}"
+        for pid in self._having(conf, f"SLURMD_NODENAME={node}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _children_of(self, node: str) -> list[int]:
-        """Return the processes of the steps on a node."""
-        found = []
+    def _having(self, *variables: str) -> list[int]:
+        """Return the processes that were started with some variables."""
+        pids = []
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                environ = (entry / "environ").read_bytes().split(b"\0")
-                if f"SLURMD_NODENAME={node}".encode() in environ and (
-                    f"SLURM_CONF={self.environ['SLURM_CONF']}".encode() in environ
-                ):
-                    found.append(int(entry.name))
-        return found
+                environ = (entry / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+                if all(variable in environ for variable in variables):
+                    pids.append(int(entry.name))
+        return pids
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons.values()):
@@ -159,12 +158,18 @@ class SlurmCluster:
             if daemon.poll() is None:
                 daemon.kill()
                 daemon.wait()
+        # The daemon of a step outlives the others if its step had not ended.
+        for pid in self._having(f"SLURM_CONF={self.environ['SLURM_CONF']}"):
+            with contextlib.suppress(OSError):
+                if pathlib.Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd"):
+                    os.kill(pid, signal.SIGKILL)
 
     def run(self, *command: str, **options) -> str:
         """Run a command that must succeed; return its output."""
         result = subprocess.run(
             command,
             env=self.environ,
+            cwd=self.home,  # where sbatch puts the output of its jobs
             capture_output=True,
             text=True,
             timeout=BOUND_S,
