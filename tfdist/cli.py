@@ -18,7 +18,7 @@ COMMANDS = {
         "supervise one task that srun, mpirun or Kubernetes has started",
     ),
     "submit": Subcommand(
-        "tfdist.launch.submit:main", "give a launch to a scheduler (Slurm), as a job"
+        "tfdist.launch.submit:main", "give a launch to a scheduler (Slurm or Kubernetes), as a job"
     ),
     "jobs": Subcommand("tfdist.launch.job_commands:jobs", "list the submitted jobs"),
     "logs": Subcommand("tfdist.launch.job_commands:logs", "show the output of a submitted job"),

@@ -14,11 +14,10 @@ import re
 import shutil
 
 import pytest
-import yaml
 
 from tests.forkserver import write_programs
 from tests.processes import PYTHON, ROOT, group
-from tfdist.cluster import addresses, resolvers
+from tfdist.cluster import addresses
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+) ?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
@@ -103,27 +102,3 @@ def test_links_have_targets():
     for page in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
-
-
-def test_the_kubernetes_manifest_fits_the_resolver():
-    """Test that the worker of a pod's environment can be reached by the Service.
-
-    The environment is as Kubernetes would make it of the manifest.
-    """
-    ((_, text),) = (
-        block for block in blocks(ROOT / "docs" / "clusters.md", "yaml") if block[0] == "kubernetes"
-    )
-    service, job = yaml.safe_load_all(text)
-    name = job["metadata"]["name"]
-    pod = job["spec"]["template"]["spec"]
-    given = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
-    spec = resolvers.from_kubernetes(
-        {**given, "JOB_COMPLETION_INDEX": "1", "HOSTNAME": f"{name}-1"}
-    )
-    port = service["spec"]["ports"][0]["port"]
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert spec.jobs["worker"] == tuple(
-        f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(job["spec"]["completions"])
-    )

@@ -267,8 +267,7 @@ def from_kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     JOB-INDEX.SERVICE its DNS name, once a headless Service (`clusterIP: None`) selects the Job's
     pods. Give the Service `publishNotReadyAddresses: true`, so that pods find each other before
     they are ready. The container's `env` must set TFDIST_K8S_SERVICE to the Service's name and
-    TFDIST_K8S_REPLICAS to the Job's `completions` (equal to its `parallelism`). This resolver
-    follows the documentation; it has never run on a cluster.
+    TFDIST_K8S_REPLICAS to the Job's `completions` (equal to its `parallelism`).
 
     Args:
         environ: Environment variables of one pod.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from tfdist.launch import flags as launch_flags
-from tfdist.launch.engines import schedulers, slurm_launch
+from tfdist.launch.engines import kubernetes_scheduler, schedulers, slurm_launch
 from tfdist.runtime.cli_arguments import Parser, flag_of
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE
@@ -20,15 +20,15 @@ the loss of a node, which counts as a restart.
 
   tfdist submit --workers 4 --nodes 2 --time 600 -- train.py --epochs 90
   tfdist submit --dry-run --workers 4 -- train.py
+  tfdist submit --on kubernetes --image registry.example/train:1 --workers 4 -- train.py
 """
-# Flags of the job; the launch in the job does not get them.
-OF_JOB = ("on", "dry_run", "job_name", "array", "setup", *slurm_launch.OF_ALLOCATION)
+OF_SLURM = ("array", "setup", "nodes", "partition", "time", "account", "slurm_options")
 
 
 def _run(flags: argparse.Namespace, words: list[str]) -> int:
     with usage_errors():
         scheduler = schedulers.find(flags.on)
-        manifest = scheduler.manifest(flags, [*launch_words(flags), "--", *words])
+        manifest = scheduler.manifest(flags, launch_words(flags), words)
         if flags.dry_run:
             print(manifest, end="")
         else:
@@ -45,6 +45,7 @@ def launch_words(flags: argparse.Namespace) -> list[str]:
     parser = Parser(add_help=False, allow_abbrev=False)
     _add_job_flags(parser)
     launch_flags.add_slurm_flags(parser)
+    kubernetes_scheduler.add_flags(parser)
     own, _ = launch_flags.split(flags.argv)
     _, rest = parser.parse_known_args(own)
     given = {word.partition("=")[0] for word in rest}
@@ -76,6 +77,7 @@ def _add_job_flags(parser) -> None:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     _add_job_flags(parser)
     launch_flags.add_flags(parser, on=False)
+    kubernetes_scheduler.add_flags(parser)
     parser.set_defaults(restarts=RESTARTS)
 
 
@@ -91,8 +93,15 @@ def _check(flags: argparse.Namespace, words: Sequence[str]) -> None:
         raise ValueError(
             f"--array: expected numbers such as 0-9 or 1,3%2, received {flags.array!r}"
         )
+    for scheduler, names in (("slurm", OF_SLURM), ("kubernetes", kubernetes_scheduler.FLAGS)):
+        for name in names:
+            if flags.on not in (None, scheduler) and getattr(flags, name) is not None:
+                raise ValueError(
+                    f"{flag_of(name)}: expected together with --on {scheduler}, received --on "
+                    f"{flags.on}"
+                )
     on = flags.on
-    flags.on = on or "slurm"  # the flags of a launch are the same on each scheduler
+    flags.on = "slurm"  # whose checks of the launch's flags hold on each scheduler
     launch_flags.check(flags, words)
     flags.on = on
     if flags.workers is None:

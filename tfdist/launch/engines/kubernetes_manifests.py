@@ -70,8 +70,8 @@ class JobOptions:
         # A pod's host name is NAME-worker-0-INDEX, and a DNS label has at most 63 characters.
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
             raise ValueError(
-                "--name: expected at most 40 lower-case letters, digits and '-', beginning with a "
-                f"letter and not ending with '-'; received {self.name!r}"
+                "--job-name: expected at most 40 lower-case letters, digits and '-', beginning "
+                f"with a letter and not ending with '-'; received {self.name!r}"
             )
         for flag, quantity in (
             ("--cpus", self.cpus),

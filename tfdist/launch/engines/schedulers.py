@@ -11,7 +11,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-MODULES = {"slurm": "tfdist.launch.engines.slurm_scheduler"}
+MODULES = {
+    "slurm": "tfdist.launch.engines.slurm_scheduler",
+    "kubernetes": "tfdist.launch.engines.kubernetes_scheduler",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +42,15 @@ class Scheduler(Protocol):
     def is_installed(self) -> bool:
         """Return whether this machine has what reaches the scheduler."""
 
-    def manifest(self, flags: argparse.Namespace, launch_words: Sequence[str]) -> str:
+    def manifest(
+        self, flags: argparse.Namespace, launch_words: Sequence[str], command: Sequence[str]
+    ) -> str:
         """Return the script or manifest of a job.
 
         Args:
             flags: Checked flags of `tfdist submit`.
-            launch_words: Words of the `tfdist launch` that the job runs.
+            launch_words: Flags of `tfdist launch` that the user has given.
+            command: COMMAND.
         """
 
     def submit(self, flags: argparse.Namespace, manifest: str) -> str:
@@ -71,7 +77,7 @@ def find(name: str | None) -> Scheduler:
     """Return the scheduler with a name, or the one that this machine has.
 
     Args:
-        name: Value of --on; None for the one that is installed.
+        name: Value of --on; None for the first one that is installed.
 
     Raises:
         ValueError: If it is not installed, or none is.

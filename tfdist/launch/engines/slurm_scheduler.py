@@ -24,14 +24,14 @@ JOB = re.compile(r"\d+(_\d+)?")
 is_installed = slurm_commands.is_installed
 
 
-def manifest(flags: argparse.Namespace, launch_words: Sequence[str]) -> str:
+def manifest(flags: argparse.Namespace, launch_words: Sequence[str], command: Sequence[str]) -> str:
     """See `Scheduler.manifest`."""
     options = [f"--comment={COMMENT}"]
     if flags.array:
         options.append(f"--array={flags.array}")
     options += slurm_launch.request(flags, name=flags.job_name)
-    command = [sys.executable, "-m", "tfdist", "launch", "--on", "slurm", *launch_words]
-    return batch_script(options, command, setup=flags.setup)
+    launch = [sys.executable, "-m", "tfdist", "launch", "--on", "slurm", *launch_words]
+    return batch_script(options, [*launch, "--", *command], setup=flags.setup)
 
 
 def submit(flags: argparse.Namespace, manifest: str) -> str:

@@ -99,8 +99,8 @@ def test_only_pods_of_the_job_may_connect(kind):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "Digits"}, "--name: expected at most 40 lower-case letters"),
-        ({"name": "d" * 41}, "--name"),
+        ({"name": "Digits"}, "--job-name: expected at most 40 lower-case letters"),
+        ({"name": "d" * 41}, "--job-name"),
         ({"memory": "4 GB"}, "--memory: expected a quantity of Kubernetes"),
         ({"cpus": "two"}, "--cpus"),
         ({"volumes": {"snapshots": "backup"}}, "--volume: expected CLAIM:/PATH"),
