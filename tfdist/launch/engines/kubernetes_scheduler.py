@@ -14,6 +14,7 @@ import yaml
 
 from tfdist.launch.engines.fleet import NoRoom
 from tfdist.launch.engines.kubernetes_manifests import KINDS, JobOptions
+from tfdist.launch.engines.launch_on import task_environ
 from tfdist.launch.engines.schedulers import JobLine
 
 LABEL = "app.kubernetes.io/managed-by=tfdist"
@@ -119,12 +120,6 @@ def options_of(flags: argparse.Namespace, words: Sequence[str]) -> JobOptions:
         if not claim or not path or claim in volumes:
             raise ValueError(f"--volume: expected CLAIM:/PATH, each once, received {entry!r}")
         volumes[claim] = path
-    environ = {}
-    for entry in flags.env or ():
-        name, assigned, value = entry.partition("=")
-        if not assigned:
-            raise ValueError(f"--env {entry}: expected NAME=VALUE, received a name alone")
-        environ[name] = value
     given = {
         name: getattr(flags, name)
         for name in ("namespace", "cpus", "memory", "shared_memory", "pull_secret")
@@ -138,7 +133,7 @@ def options_of(flags: argparse.Namespace, words: Sequence[str]) -> JobOptions:
         restarts=flags.restarts,
         gpus=flags.gpus_per_task or 0,
         volumes=volumes,
-        environ=environ,
+        environ=task_environ(flags),
         agent_flags=[
             f"--hang-timeout={flags.hang_timeout:g}",
             f"--start-timeout={flags.start_timeout:g}",

@@ -107,7 +107,7 @@ def test_refusals_of_the_cluster_have_a_remedy(kubectl, capsys, refusal, code, m
         ([*FLAGS, "--partition", "p", "--", "x"], "--partition: expected together with --on slurm"),
         ([*FLAGS, "--ps", "1", "--chief", "--", "x"], "--chief: expected without --on kubernetes"),
         ([*FLAGS, "--volume", "a", "--", "x"], "--volume: expected CLAIM:/PATH"),
-        ([*FLAGS, "--env", "A", "--", "x"], "--env A: expected NAME=VALUE"),
+        ([*FLAGS, "--env", "NOT_SET", "--", "x"], "--env NOT_SET: expected NAME=VALUE"),
     ],
 )
 def test_wrong_flags_are_named(kubectl, capsys, words, message):
