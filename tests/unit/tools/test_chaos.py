@@ -440,7 +440,11 @@ def test_fit_writes_its_result(plan, there, tmp_path, monkeypatch):
     assert (tmp_path / RESULT).exists() == there
     if there:
         stored = result.read(str(tmp_path))
-        assert stored.facts["history"] == {"epoch": [0, 1], "values": history.history}
+        assert stored.facts["history"] == {
+            "epoch": [0, 1],
+            "values": history.history,
+            "dtypes": {},
+        }
         np.testing.assert_array_equal(stored.arrays["model/0"], model.get_weights()[0])
 
 
