@@ -92,8 +92,10 @@ class ReplicaState:
         """
         if not variables:
             return []
+        # Whether a metric is gathered is known after its first update only.
+        gathered = [is_gathered(v) for v in variables]
         function = self._traced(
-            f"totals {variables[0].path}", variables, lambda: self._totals(variables)[0]
+            f"totals {variables[0].path} {gathered}", variables, lambda: self._totals(variables)[0]
         )
         with self._bound():
             return [value.numpy() for value in function()]

@@ -1,5 +1,6 @@
 """Test that a fit interrupted at any step and resumed in another model ends as one that was not."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -368,3 +369,49 @@ def test_a_model_that_is_compiled_again_saves_its_new_optimizer(one_device, tmp_
         snapshot = Store(tmp_path / str(attempt)).newest().snapshot
         for index, variable in enumerate(model.optimizer.variables):
             np.testing.assert_array_equal(snapshot.arrays[f"optimizer/{index}"], variable)
+
+
+class Total(keras.metrics.Metric):
+    """A metric whose state is gathered, as it does not declare that states add up."""
+
+    def __init__(self):
+        super().__init__(name="total")
+        self.value = self.add_variable(shape=(), initializer="zeros", name="value")
+
+    def update_state(self, y, predictions, sample_weight=None):
+        self.value.assign_add(keras.ops.sum(y**2))
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.value)
+
+
+def test_gathered_metric_is_saved_as_it_is_after_each_of_two_resumes(mirrored, tmp_path):
+    """A run that resumes at the end of an epoch reads the metric before its first update."""
+    x = np.random.default_rng(0).normal(size=(100, 5)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+
+    def fit(directory, last=None):
+        def stop(epoch, logs):
+            if epoch == last:
+                raise Stop
+
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[Total()])
+        callbacks = [
+            tfdist.BackupAndRestore(directory, save_freq=1),
+            keras.callbacks.LambdaCallback(on_epoch_end=stop),
+        ]
+        with contextlib.suppress(Stop):
+            return model.fit(
+                data.pipeline((x, y), 12, seed=3),
+                validation_data=(x[:30], y[:30]),
+                epochs=3,
+                verbose=0,
+                callbacks=callbacks,
+            ).history["total"]
+
+    for epoch in (0, 1):
+        assert fit(tmp_path, epoch) is None
+    np.testing.assert_allclose(fit(tmp_path), [np.sum(y**2)] * 3, rtol=1e-5)
