@@ -1,7 +1,7 @@
 """Weights that a step sets without an optimizer, which must stay equal on all replicas.
 
 A replica's gradients are those of its own rows. `optimizer.apply` sums them over the replicas. If a
-step assigns them to a weight itself, each replica's copy of the weight becomes another one, and
+step assigns them to a weight itself, each replica's copy of the weight gets another value, and
 TensorFlow says nothing.
 """
 
