@@ -357,7 +357,7 @@ TERMS = (
 
 @pytest.mark.parametrize(("term", "homes"), TERMS, ids=[term for term, _ in TERMS])
 def test_a_term_leads_to_its_module(term, homes):
-    """Of all modules whose first line has the term, its own is among the first two."""
+    """Test that the right module is among the first two whose first line has the term."""
     having = [
         path.relative_to(PACKAGE).as_posix()
         for path in files()

@@ -182,7 +182,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
         else:
             where = (
-                launch_on.describe(flags, members)
+                launch_on.describe(flags)
                 if flags.on
                 else "on this host, cut off from the network (--allow-remote lifts that)"
                 if isolated

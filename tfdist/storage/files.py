@@ -91,15 +91,15 @@ def stat(path: str) -> Stat:
     if through_fsspec(path):
         return store_of(path).stat(path)
     if not is_remote(path):
-        found = os.stat(path)
+        status = os.stat(path)
         if os.path.isdir(path):
             raise IsADirectoryError(f"{path}: expected a file, received a directory.")
-        return Stat(found.st_size, str(found.st_mtime_ns))
+        return Stat(status.st_size, str(status.st_mtime_ns))
     with _as_python(path) as files:
-        found = files.stat(path)
-    if found.is_directory:
+        file_statistics = files.stat(path)
+    if file_statistics.is_directory:
         raise IsADirectoryError(f"{path}: expected a file, received a directory.")
-    return Stat(found.length, str(found.mtime_nsec))
+    return Stat(file_statistics.length, str(file_statistics.mtime_nsec))
 
 
 def list_dir(path: str) -> list[str]:

@@ -8,11 +8,11 @@ from tfdist.storage.store_errors import StoreFailed, UnusableStore, is_transient
 
 
 class NoCredentialsError(Exception):
-    """As botocore's class of this name."""
+    """Stand for botocore's class of this name."""
 
 
 class HttpError(Exception):
-    """As gcsfs' class of this name."""
+    """Stand for gcsfs' class of this name."""
 
     def __init__(self, code):
         super().__init__(f"answer {code}")

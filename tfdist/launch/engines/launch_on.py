@@ -10,7 +10,7 @@ import shlex
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch.engines import slurm_launch, ssh
 from tfdist.launch.engines.fleet import Engine, Fleet, Prepared
 from tfdist.launch.task_plan import TaskPlan
@@ -39,7 +39,7 @@ def fill_in(flags: argparse.Namespace) -> None:
         else ssh.read_hosts(flags.hosts_file)
     )
     slots = sum(slots for _, slots in flags.hosts)
-    others = (flags.ps or 0) + bool(flags.chief) + bool(flags.evaluator)
+    others = slurm_launch.other_tasks(flags)
     if flags.workers is None:
         flags.workers = max(slots - others, 0 if flags.chief else 1)
     if flags.workers + others > slots:
@@ -184,12 +184,11 @@ def for_agents(
     ]
 
 
-def describe(flags: argparse.Namespace, tasks: Sequence[Task]) -> str:
+def describe(flags: argparse.Namespace) -> str:
     """Return where the tasks run, for the launcher's first line.
 
     Args:
         flags: Flags, as `fill_in` returns them.
-        tasks: Tasks of the launch.
     """
     if flags.on == "slurm":
         return slurm_launch.describe(flags)

@@ -1,4 +1,4 @@
-"""Test that errors of Slurm's commands become one sentence with the remedy."""
+"""Test that errors of Slurm's commands are shown as one sentence with the remedy."""
 
 import pytest
 
