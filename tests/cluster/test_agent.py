@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -20,13 +21,17 @@ progress = Progress(launched.progress_file)
 print(me, launched.launch, launched.attempt, os.environ.get("TF_CONFIG"), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
 progress.beat(Phase.RUNNING, 0, 3, 3)
-open(sys.argv[1] + ".ready", "w").close()
+if sys.argv[1] != "preempted": open(sys.argv[1] + ".ready", "w").close()
 match sys.argv[1]:
     case "error": raise ValueError("a mistake")
     case "lost": lose_peers()
     case "hung": time.sleep(60)
     case "configuration": sys.exit(78)
-    case "preempted" | "killed": time.sleep(60)
+    case "preempted":
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(42)))
+        open("preempted.ready", "w").close()
+        time.sleep(60)
+    case "killed": time.sleep(60)
 """
 )
 
@@ -74,7 +79,9 @@ def test_exit_code_says_whether_another_start_helps(agents):
         for rank, case in enumerate(codes)
     }
     agents.wait_for("preempted.ready")
-    processes["preempted"].send_signal(signal.SIGTERM)
+    for _ in range(2):  # Slurm signals every process of a step, and srun passes signals on
+        processes["preempted"].send_signal(signal.SIGTERM)
+        time.sleep(0.2)
     texts = {}
     for case, process in processes.items():
         out, err = process.communicate(timeout=agents.bound)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from tfdist.cluster import resolvers
 from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.launch.engines.launch_on import interrupt_once
 from tfdist.launch.failure_report import format_verdict
 from tfdist.launch.failures import Failure, Kind
 from tfdist.launch.flags import (
@@ -34,6 +35,7 @@ from tfdist.runtime.launch_protocol import (
     CONFIGURATION_CODE,
     PREEMPTED_CODE,
     TRANSIENT_CODE,
+    gets_repeated_signals,
     note,
 )
 from tfdist.runtime.resource_limits import cores
@@ -107,9 +109,12 @@ def _run(flags: argparse.Namespace, words: list[str]) -> int:
             hang_timeouts=hang_timeouts(flags),
             colour=colour,
         )
+        interrupt = supervisor.interrupt
+        if gets_repeated_signals():
+            interrupt = interrupt_once(interrupt)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, supervisor.interrupt)
+                signal.signal(number, interrupt)
         outcome, codes = supervisor.attempt(attempt, [plan])
     if supervisor.interrupted:
         code = supervisor.farewell(time.time() - started, codes)

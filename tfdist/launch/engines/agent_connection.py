@@ -41,7 +41,7 @@ class Transport(Protocol):
         """Wait for a line and return it; b"" once the connection has ended."""
 
     def close(self) -> None:
-        """End the connection, and with it the agent and its task; do not wait."""
+        """End the connection, and with it the agent and its task."""
 
     def ending(self) -> str:
         """Return how a connection has ended that nobody closed, such as "ssh ended with 255"."""
@@ -101,7 +101,8 @@ class ProcessTransport:
                 self._popen.wait(CLOSE_S)
                 break
             kill_group(self._popen.pid, number)
-        self._popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+            self._popen.wait(CLOSE_S)
         if self._guardian is not None:
             self._guardian.remove(self._popen.pid)
 
