@@ -29,7 +29,7 @@ from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
 
-from tfdist.keras_compat import model_building, replica_losses, scopes
+from tfdist.keras_compat import fused_updates, model_building, replica_losses, scopes
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 
@@ -92,6 +92,7 @@ def install() -> None:
     _hook_symbolic_build()
     for optimizer in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         _hook_apply(optimizer)
+    fused_updates.hook_updates()
     for name in LOSS_HOOKS:
         _hook_loss(name)
     for owner, name, hook in _replica_hooks():
@@ -626,7 +627,8 @@ def local_update(
                 _assign_add_local, each._iterations, local_replica
             )
     try:
-        yield
+        with fused_updates.fused():
+            yield
     finally:
         _state.local_update = False
         for each in chain:

@@ -22,6 +22,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.framework.ops import gradient_registry
 
+from tfdist.keras_compat.fused_updates import fused
+
 _CONTEXT = ("current_call_ctx", "autocast_scope")
 _state = threading.local()
 
@@ -199,7 +201,8 @@ def updating_in_place(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         with (
             contextlib.nullcontext()
             if tf.executing_eagerly()
-            else tf.compat.v1.get_default_graph().device(_LargestInputDevice())
+            else tf.compat.v1.get_default_graph().device(_LargestInputDevice()),
+            fused(),
         ):
             yield
     finally:

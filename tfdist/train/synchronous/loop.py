@@ -37,9 +37,11 @@ from tfdist.train.timing.graph_timestamps import PER_REPLICA, GraphTimestamps, c
 from tfdist.train.timing.graph_timestamps import end as end_of_step
 from tfdist.train.timing.step_breakdown import Recorder, compute_times
 
-# Duration of one call, in seconds. It bounds the delay of Ctrl-C, heartbeats and the progress bar.
+# Duration of one call, in seconds. It bounds the delay of Ctrl-C and heartbeats.
 AHEAD_S = 0.2
 MAX_AHEAD = 256
+# Seconds from one synchronization of the metrics for a progress bar to the next.
+SHOWN_S = 1.0
 
 
 class Runner:
@@ -82,6 +84,8 @@ class Runner:
         # Keras' calls to run at once; equal on all workers, see _check_workers.
         self._calls_ahead = 1
         self._calls_ahead_settled = False
+        # Keras' calls from one synchronization of the metrics to the next; equal on all workers.
+        self._calls_per_check = 1
         # An iterator, whether its batches are even, the recorder, and the loop traced for them.
         self._traced_loop: tuple | None = None
         self._bound = strategy.tfdist_engine.watchdog.bound
@@ -92,7 +96,7 @@ class Runner:
         self._readings_per_step = 1 + PER_REPLICA * placement.local_replicas
         self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
-        self._affordable_calls = 0  # calls that would fill AHEAD_S on this worker; 0 until known
+        self._calls_per_second = 0.0  # on this worker; 0 until known
         self.stats = Stats()
         self.epoch = 0
         # Steps in the optimizer's state before the running call.
@@ -215,7 +219,7 @@ class Runner:
         self.steps_done += steps
         self._calls_done += -(-steps // per_call)
         if self.stats.steps > steps:  # the first call of all has compiled
-            self._affordable_calls = max(1, int(steps * AHEAD_S / max(seconds, 1e-6) / per_call))
+            self._calls_per_second = steps / max(seconds, 1e-6) / per_call
         should_check = self.watch.progress or not self._calls_ahead_settled
         if (
             self.watch.exact
@@ -317,13 +321,14 @@ class Runner:
             if self._aggregation.local
             else self._replica_state.fingerprint()
         )
-        wanted_calls = (
-            min(MAX_AHEAD, 4 * self._calls_ahead, self._affordable_calls)
-            if self._affordable_calls
-            else 0
-        )
         own_note = np.array(
-            [self.steps_done, self._checksum, weights, wanted_calls, preemption.requested()]
+            [
+                self.steps_done,
+                self._checksum,
+                weights,
+                self._calls_per_second,
+                preemption.requested(),
+            ]
         )
         results, in_logs, notes = self._replica_state.metrics(
             own_note if timing_summary is None else np.concatenate([own_note, timing_summary]),
@@ -333,11 +338,15 @@ class Runner:
         if timing_summary is not None and self.recorder:
             self.recorder.receive(notes[:, len(own_note) :])
         self.stopping = self.stopping or (self.watch.saves and bool(notes[:, 4].any()))
-        if agreed := int(notes[0, 3]):
-            self._calls_ahead_settled = agreed < 4 * self._calls_ahead or agreed == MAX_AHEAD
-            self._calls_ahead = agreed
-        self._next_check = self._calls_done + self._calls_ahead
-        self._next_stop_check = self._next_check
+        if pace := notes[0, 3]:
+            calls = min(MAX_AHEAD, 4 * self._calls_ahead, max(1, int(pace * AHEAD_S)))
+            self._calls_ahead_settled = calls < 4 * self._calls_ahead or calls == MAX_AHEAD
+            self._calls_ahead = calls
+            self._calls_per_check = (
+                max(calls, int(pace * SHOWN_S)) if self._calls_ahead_settled else calls
+            )
+        self._next_check = self._calls_done + self._calls_per_check
+        self._next_stop_check = self._calls_done + self._calls_ahead
         if self._step_logs.known:
             others = self._replica_state.sums(self._last) if self._step_logs.has_others else []
             self.logs.update(self._step_logs.fill(in_logs, others))

@@ -12,8 +12,7 @@ class StepMonitoring:
     Attributes:
         exact: Whether a callback watches every step. Steps then run one by one, with the metrics of
             all replicas after each.
-        progress: Whether a progress bar shows the metrics of all replicas, about four times a
-            second.
+        progress: Whether a progress bar shows the metrics of all replicas, about once a second.
         steps: Steps in an epoch, if the caller gave them.
         saves: Whether some worker's callback saves when a worker is asked to stop. All workers then
             ask each other after each call.

@@ -1,0 +1,347 @@
+"""Test that fused updates equal those of Keras, and which updates are left to Keras."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.parity.cases import CROSSENTROPY, data, dataset, mlp
+from tfdist import keras_compat
+from tfdist.keras_compat import parallel
+from tfdist.keras_compat.fused_updates import fused
+
+STEPS = 6
+SHAPES = ((33, 17), (5,), ())  # a whole number of vector registers, and others
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hooks():
+    keras_compat.install()
+
+
+def of_keras(cls):
+    """Return a subclass whose update is that of Keras."""
+
+    class Unfused(cls):
+        def update_step(self, *args):
+            super().update_step(*args)
+
+    Unfused.__name__ = cls.__name__
+    return Unfused
+
+
+def schedule():
+    return keras.optimizers.schedules.ExponentialDecay(0.02, 2, 0.5)
+
+
+OPTIMIZERS = keras.optimizers
+FUSED = {
+    "adam": (OPTIMIZERS.Adam, {}, "ResourceApplyAdam"),
+    "adam, other betas": (
+        OPTIMIZERS.Adam,
+        {"beta_1": 0.5, "beta_2": 0.9, "epsilon": 1e-3},
+        "ResourceApplyAdam",
+    ),
+    "adamw": (OPTIMIZERS.AdamW, {"weight_decay": 0.1}, "ResourceApplyAdam"),
+    "sgd": (OPTIMIZERS.SGD, {}, "ResourceApplyGradientDescent"),
+    "momentum": (OPTIMIZERS.SGD, {"momentum": 0.9}, "ResourceApplyKerasMomentum"),
+    "nesterov": (
+        OPTIMIZERS.SGD,
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        "ResourceApplyKerasMomentum",
+    ),
+    "rmsprop, momentum": (OPTIMIZERS.RMSprop, {"momentum": 0.9}, "ResourceApplyRMSProp"),
+}
+UNFUSED = {
+    "amsgrad": (OPTIMIZERS.Adam, {"amsgrad": True}),
+    "rmsprop": (OPTIMIZERS.RMSprop, {}),
+    "rmsprop, centered": (OPTIMIZERS.RMSprop, {"momentum": 0.9, "centered": True}),
+    "adagrad": (OPTIMIZERS.Adagrad, {}),
+    "lion": (OPTIMIZERS.Lion, {}),
+    "nadam": (OPTIMIZERS.Nadam, {}),
+    "subclass": (of_keras(OPTIMIZERS.Adam), {}),
+}
+OPTIONS = {
+    "plain": {},
+    "averages": {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 3},
+    "clipnorm": {"clipnorm": 0.5},
+    "global_clipnorm": {"global_clipnorm": 0.5},
+    "clipvalue": {"clipvalue": 0.3},
+    "schedule": {"learning_rate": schedule},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "loss_scale_factor": {"loss_scale_factor": 4.0},
+}
+
+
+def made(cls, **options):
+    rate = options.pop("learning_rate", 0.02)
+    return cls(rate() if callable(rate) else rate, **options)
+
+
+def variables():
+    random = np.random.default_rng(0)
+    return [keras.Variable(random.normal(size=s), dtype="float32") for s in SHAPES]
+
+
+def gradients():
+    random = np.random.default_rng(1)
+    return [[tf.constant(random.normal(size=s), tf.float32) for s in SHAPES] for _ in range(STEPS)]
+
+
+def trained(optimizer, change=lambda step, optimizer: None, eager=False):
+    """Return the variables and slots after some steps, and the kernels in the graph."""
+    weights = variables()
+    optimizer.build(weights)
+
+    def step(grads):
+        with fused():
+            optimizer.apply(grads, weights)
+
+    traced = tf.function(step, autograph=False)
+    for number, grads in enumerate(gradients()):
+        (step if eager else traced)(grads)
+        change(number, optimizer)
+    state = [v.numpy() for v in (*weights, *optimizer.variables)]
+    return state, set() if eager else kernels(traced.get_concrete_function(gradients()[0]))
+
+
+def kernels(function):
+    """Return the types of training kernels in a function and the functions that it calls."""
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    return {n.op for n in nodes if n.op.startswith("ResourceApply")}
+
+
+def assert_equal(state, expected):
+    assert len(state) == len(expected)
+    for value, other in zip(state, expected, strict=True):
+        # Of beta_2, the kernel and Keras round different numbers: see `fused_updates`.
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_update_equals_that_of_keras(name, option):
+    cls, options, kernel = FUSED[name]
+    options = options | OPTIONS[option]
+    state, found = trained(made(cls, **options))
+    expected, unfused = trained(made(of_keras(cls), **options))
+    assert (found, unfused) == ({kernel}, set())
+    assert_equal(state, expected)
+
+
+def test_differences_do_not_grow():
+    """The kernel and Keras round other numbers of beta_2; this changes no weight for good."""
+    weights = []
+    for cls in (OPTIMIZERS.Adam, of_keras(OPTIMIZERS.Adam)):
+        variable = keras.Variable(np.linspace(1, 2, 64), dtype="float32")
+        optimizer = cls(1e-3)
+        optimizer.build([variable])
+
+        @tf.function(autograph=False)
+        def step(number, variable=variable, optimizer=optimizer):
+            with fused():
+                noise = tf.random.stateless_normal([64], tf.stack([0, number]))
+                optimizer.apply([variable + noise], [variable])
+
+        for number in range(300):
+            step(tf.constant(number))
+        weights.append(variable.numpy())
+    np.testing.assert_allclose(*weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_other_optimizers_are_left_to_keras(name):
+    cls, options = UNFUSED[name]
+    state, found = trained(made(cls, **options))
+    expected, _ = trained(made(of_keras(cls), **options))
+    assert found == set()
+    for value, other in zip(state, expected, strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_eager_updates_are_fused_too(name):
+    cls, options, _ = FUSED[name]
+    assert_equal(
+        trained(made(cls, **options), eager=True)[0],
+        trained(made(of_keras(cls), **options))[0],
+    )
+
+
+def test_keras_is_unchanged_elsewhere():
+    weights = variables()
+    optimizer = OPTIMIZERS.Adam()
+    optimizer.build(weights)
+    traced = tf.function(lambda grads: optimizer.apply(grads, weights), autograph=False)
+    assert kernels(traced.get_concrete_function(gradients()[0])) == set()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_changed_learning_rate_counts(eager):
+    def change(step, optimizer):
+        if step == 2:
+            optimizer.learning_rate = 0.5
+
+    fast, _ = trained(OPTIMIZERS.Adam(0.01), change, eager)
+    slow, _ = trained(of_keras(OPTIMIZERS.Adam)(0.01), change)
+    assert_equal(fast, slow)
+
+
+def test_variables_may_have_learning_rates_of_their_own():
+    class Slower(OPTIMIZERS.SGD):
+        def _backend_update_step(self, grads, variables, learning_rate):
+            for number, (g, v) in enumerate(zip(grads, variables, strict=True)):
+                self.update_step(g, v.value, learning_rate / 10**number)
+
+    weights = [keras.Variable([1.0]) for _ in range(3)]
+    with fused():
+        Slower(0.5).apply([tf.constant([1.0])] * 3, weights)
+    np.testing.assert_allclose([float(v[0]) for v in weights], [0.5, 0.95, 0.995])
+
+
+def test_excluded_weights_do_not_decay():
+    states = []
+    for cls in (OPTIMIZERS.AdamW, of_keras(OPTIMIZERS.AdamW)):
+        weights = variables()
+        optimizer = cls(0.02, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(var_list=[weights[0]])
+        optimizer.build(weights)
+        for grads in gradients():
+            with fused():
+                optimizer.apply(grads, weights)
+        states.append([v.numpy() for v in weights])
+    assert_equal(*states)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_variables_of_other_dtypes_are_left_to_keras(dtype):
+    weights = [keras.Variable(np.ones(4), dtype=dtype)]
+    optimizer = OPTIMIZERS.Adam()
+    optimizer.build(weights)
+
+    @tf.function(autograph=False)
+    def step():
+        with fused():
+            optimizer.apply([tf.ones(4, dtype)], weights)
+
+    assert kernels(step.get_concrete_function()) == set()
+    step()
+
+
+def test_gradients_of_other_dtypes_are_cast():
+    states = []
+    for cls in (OPTIMIZERS.Adam, of_keras(OPTIMIZERS.Adam)):
+        weights = variables()
+        optimizer = cls(0.02)
+        for grads in gradients():
+            with fused():
+                optimizer.apply([tf.cast(g, tf.bfloat16) for g in grads], weights)
+        states.append([v.numpy() for v in weights])
+    assert_equal(*states)
+
+
+def test_sparse_gradients_and_overwritten_variables_are_left_to_keras():
+    states = []
+    for cls in (OPTIMIZERS.Adam, of_keras(OPTIMIZERS.Adam)):
+        table = keras.Variable(np.ones((4, 2)), dtype="float32")
+        scale = keras.Variable(1.0)
+        scale.overwrite_with_gradient = True
+        kernel = keras.Variable(np.ones((2, 2)), dtype="float32")
+        optimizer = cls(0.02)
+        rows = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([4, 2]))
+        with fused():
+            optimizer.apply([rows, tf.constant(3.0), tf.ones((2, 2))], [table, scale, kernel])
+        states.append([v.numpy() for v in (table, scale, kernel)])
+        assert float(scale) == 3.0
+    assert_equal(*states)
+
+
+def test_gradients_that_keras_broadcasts_are_left_to_it():
+    weights = [keras.Variable(np.ones((2, 2)), dtype="float32")]
+    with fused():
+        OPTIMIZERS.SGD(0.5).apply([tf.constant(1.0)], weights)
+    assert weights[0].numpy().tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_pipeline_stages_are_updated_on_their_own_devices():
+    with tf.device("/cpu:1"):
+        weights = variables()
+    optimizer = OPTIMIZERS.Adam()
+    with parallel.updating_in_place(optimizer):
+        optimizer.build(weights)
+
+    @tf.function(autograph=False)
+    def step(grads):
+        with parallel.updating_in_place(optimizer):
+            optimizer.apply(grads, weights)
+
+    concrete = step.get_concrete_function(gradients()[0])
+    assert kernels(concrete) == {"ResourceApplyAdam"}
+    before = weights[0].numpy()
+    step(gradients()[0])
+    assert np.all(weights[0].numpy() != before)
+
+
+# --- Strategies -----------------------------------------------------------------------------------
+STRATEGIES = {
+    "one_device": lambda: tfdist.make_strategy("one_device", devices="cpu"),
+    "mirrored": lambda: tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1"),
+    "central_storage": lambda: tfdist.make_strategy("central_storage", devices="cpu:0,cpu:1"),
+    "local_sgd": lambda: tfdist.make_strategy(
+        "mirrored", devices="cpu:0,cpu:1", sync=tfdist.sync.LocalSGD(every=2)
+    ),
+    "accumulating": lambda: tfdist.make_strategy(
+        "mirrored", devices="cpu:0,cpu:1", sync=tfdist.sync.Gradients(accumulate=2)
+    ),
+}
+
+
+def fitted(strategy, optimizer, wrap=lambda optimizer: optimizer, sharded=False, **compiled):
+    """Return the weights after a `fit`, and the kernels of its step."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = mlp()
+        if sharded:
+            tfdist.parallel.fsdp(model)
+        model.compile(wrap(optimizer()), CROSSENTROPY, **compiled)
+    model.fit(dataset(*data()), epochs=2, verbose=0)
+    functions = vars(model.train_function)["_graphs"].values()
+    traced = [c for f in functions for c in f._list_all_concrete_functions()]
+    return model.get_weights(), set().union(*map(kernels, traced))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_fuse_updates(name):
+    strategy = STRATEGIES[name]()
+    state, found = fitted(strategy, lambda: OPTIMIZERS.AdamW(0.02))
+    expected, unfused = fitted(strategy, lambda: of_keras(OPTIMIZERS.AdamW)(0.02))
+    assert (found, unfused) == ({"ResourceApplyAdam"}, set())
+    assert_equal(state, expected)
+
+
+WAYS = {
+    "loss scaling": {"wrap": lambda o: keras.optimizers.LossScaleOptimizer(o, 2.0**100)},
+    "zero 1": {"wrap": lambda o: tfdist.parallel.zero(o, 1)},
+    "zero 2": {"wrap": lambda o: tfdist.parallel.zero(o, 2)},
+    "fsdp": {"sharded": True},
+    "steps_per_execution": {"steps_per_execution": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train_fuse_updates(mirrored, way):
+    state, found = fitted(mirrored, lambda: OPTIMIZERS.Adam(0.02), **WAYS[way])
+    expected, _ = fitted(mirrored, lambda: of_keras(OPTIMIZERS.Adam)(0.02), **WAYS[way])
+    assert found == {"ResourceApplyAdam"}
+    assert_equal(state, expected)
+
+
+@pytest.mark.parametrize("compiled", [{"run_eagerly": True}, {"jit_compile": True}])
+def test_eager_and_compiled_steps_equal_those_of_keras(one_device, compiled):
+    state, _ = fitted(one_device, lambda: OPTIMIZERS.Adam(0.02), **compiled)
+    expected, _ = fitted(one_device, lambda: of_keras(OPTIMIZERS.Adam)(0.02), **compiled)
+    assert_equal(state, expected)
