@@ -4,7 +4,7 @@ Keras computes an update by many operations, each of which reads and writes the 
 TensorFlow's training kernels do the same in one pass. They need no compilation, and a step has
 fewer operations to trace.
 
-A fused update equals Keras' update up to the rounding of float32. Everything else stays with Keras:
+A fused update equals that of Keras up to the rounding of float32 numbers. All else stays with Keras:
 clipping, weight decay, moving averages, accumulation, loss scaling, variables of other dtypes,
 sparse gradients, optimizers without a kernel, and classes that define `update_step` themselves.
 """
@@ -122,8 +122,8 @@ def _number(value: Any) -> tf.Tensor:
 def _adam(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
     """Update a variable as Adam and AdamW do; return False if no kernel can.
 
-    The kernel's `1 - beta_2` is the difference of two float32 numbers, where Keras rounds the exact
-    difference: they differ by up to 3e-5 of its value.
+    Keras rounds `beta_2` for the powers, and `1 - beta_2` by itself. The kernel computes both from
+    the rounded `beta_2`. With the default of 0.999, updates differ by up to 6e-6 of their length.
     """
     if optimizer.amsgrad:  # XLA, which may compile the step, does not know that kernel
         return False
