@@ -4,7 +4,7 @@ Keras computes an update by many operations, each of which reads and writes the 
 TensorFlow's training kernels do the same in one pass. They need no compilation, and a step has
 fewer operations to trace.
 
-A fused update equals that of Keras up to the rounding of float32 numbers. All else stays with Keras:
+A fused update equals that of Keras up to the rounding of float32. Everything else is left to Keras:
 clipping, weight decay, moving averages, accumulation, loss scaling, variables of other dtypes,
 sparse gradients, optimizers without a kernel, and classes that define `update_step` themselves.
 """
