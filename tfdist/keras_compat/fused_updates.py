@@ -1,4 +1,4 @@
-"""Fused optimizer updates: one TensorFlow kernel per variable instead of Keras' operations.
+"""Fused optimizer updates by TensorFlow's training kernels, one for each variable.
 
 Keras computes an update by many operations, each of which reads and writes the whole variable.
 TensorFlow's training kernels do the same in one pass. They need no compilation, and a step has
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _state = threading.local()
@@ -91,7 +92,7 @@ def _slots(optimizer: Any, variable: Any, *lists: Sequence[Any]) -> list[Any] | 
 
 
 def _scalars(
-    optimizer: Any, variable: Any, learning_rate: Any, make: Callable[[], tuple]
+    optimizer: Any, variable: Any, learning_rate: Any, make: Callable[[tf.Tensor], tuple]
 ) -> tuple[Any, ...]:
     """Return the scalars of an update, which the variables of a device share.
 
@@ -99,10 +100,7 @@ def _scalars(
         optimizer: Optimizer.
         variable: Variable that is updated.
         learning_rate: Learning rate as Keras passes it to `update_step`.
-        make: Function that returns the other scalars.
-
-    Returns:
-        The learning rate as a tensor, then the other scalars.
+        make: Function that returns the scalars, given the learning rate as a tensor.
     """
     graph = tf.compat.v1.get_default_graph()  # that of a branch, with gradient accumulation
     key = id(optimizer), id(learning_rate), id(graph), variable.device
@@ -110,7 +108,7 @@ def _scalars(
         # The objects are kept, so that another one cannot get the id of one of them.
         _state.scalars[key] = (
             (optimizer, learning_rate, graph),
-            (keras.ops.cast(learning_rate, variable.dtype), *make()),
+            make(keras.ops.cast(learning_rate, variable.dtype)),
         )
     return _state.scalars[key][1]
 
@@ -120,23 +118,20 @@ def _number(value: Any) -> tf.Tensor:
 
 
 def _adam(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
-    """Update a variable as Adam and AdamW do; return False if no kernel can.
-
-    Keras rounds `beta_2` for the powers, and `1 - beta_2` by itself. The kernel computes both from
-    the rounded `beta_2`. With the default of 0.999, updates differ by up to 6e-6 of their length.
-    """
+    """Update a variable as Adam and AdamW do; return False if no kernel can."""
     if optimizer.amsgrad:  # XLA, which may compile the step, does not know that kernel
         return False
     slots = _slots(optimizer, variable, optimizer._momentums, optimizer._velocities)
     if slots is None:
         return False
 
-    def make():
-        step = _number(optimizer.iterations + 1)
+    def make(rate):
+        step = optimizer.iterations + 1
         beta_1 = _number(optimizer.beta_1)
         beta_2 = _number(optimizer.beta_2)
-        powers = tf.pow(beta_1, step), tf.pow(beta_2, step)
-        return beta_1, beta_2, *powers, _number(optimizer.epsilon)
+        powers = (tf.pow(beta, _number(step)) for beta in (beta_1, beta_2))
+        rate *= _correction(optimizer.beta_1, optimizer.beta_2, step)
+        return rate, beta_1, beta_2, *powers, _number(optimizer.epsilon)
 
     rate, beta_1, beta_2, power_1, power_2, epsilon = _scalars(
         optimizer, variable, learning_rate, make
@@ -157,11 +152,36 @@ def _adam(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> b
     return True
 
 
+def _correction(beta_1: Any, beta_2: Any, step: Any) -> tf.Tensor | float:
+    """Return a factor of the learning rate by which Adam's kernel updates as Keras does.
+
+    The kernel computes `1 - beta` from the float32 number nearest to beta, where Keras takes the
+    float32 number nearest to `1 - beta`: with a `beta_2` of 0.999, they differ by 1.3e-5 of their
+    value. After t steps of like gradients, the averages are `1 - (1 - x)^t` of the gradients, where
+    x is one of these numbers.
+
+    Args:
+        beta_1: Decay rate of the momentum.
+        beta_2: Decay rate of the velocity.
+        step: Number of the step, from 1.
+    """
+    if not all(isinstance(beta, float) and 0 < beta < 1 for beta in (beta_1, beta_2)):
+        return 1.0
+    decays = [
+        decay
+        for beta in (beta_1, beta_2)
+        for decay in (np.float64(np.float32(beta)), 1 - np.float64(np.float32(1 - beta)))
+    ]
+    averages = tf.math.expm1(tf.cast(step, tf.float64) * np.log(decays))
+    kernel_1, keras_1, kernel_2, keras_2 = tf.unstack(averages)
+    return tf.cast(tf.sqrt(kernel_2 / keras_2) * keras_1 / kernel_1, tf.float32)
+
+
 def _sgd(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
     """Update a variable as SGD does, with momentum or without; return False if no kernel can."""
     gradient = tf.cast(gradient, tf.float32)
     if optimizer.momentum == 0:
-        (rate,) = _scalars(optimizer, variable, learning_rate, tuple)
+        (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
         tf.raw_ops.ResourceApplyGradientDescent(
             var=variable.handle, alpha=rate, delta=gradient, use_locking=True
         )
@@ -170,7 +190,7 @@ def _sgd(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bo
     if slots is None:
         return False
     rate, momentum = _scalars(
-        optimizer, variable, learning_rate, lambda: (_number(optimizer.momentum),)
+        optimizer, variable, learning_rate, lambda rate: (rate, _number(optimizer.momentum))
     )
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable.handle,
@@ -196,8 +216,8 @@ def _rmsprop(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     if slots is None:
         return False
 
-    def make():
-        return _number(optimizer.rho), _number(optimizer.momentum), _number(optimizer.epsilon)
+    def make(rate):
+        return rate, *map(_number, (optimizer.rho, optimizer.momentum, optimizer.epsilon))
 
     rate, rho, momentum, epsilon = _scalars(optimizer, variable, learning_rate, make)
     tf.raw_ops.ResourceApplyRMSProp(

@@ -241,7 +241,8 @@ def test_slots_and_updates_are_where_their_variables_are(scaled):
             for shape in node.attr["_output_shapes"].list.shape
         )
     ]
-    assert {"Sqrt", "AddV2"} <= {node.op for node in large}
+    assert {"RealDiv", "AddV2"} <= {node.op for node in large}
+    assert "ResourceApplyAdam" in {node.op for node in nodes}
     assert {
         node.device[-5:]
         for node in large
