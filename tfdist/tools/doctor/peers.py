@@ -431,7 +431,7 @@ class PeerExchange:
         return ""
 
     def _asked_by(self, name: str) -> bool:
-        """Return whether the process at a task's address has asked the tasks that it should ask.
+        """Return whether the process at a task's address has asked all that it should ask.
 
         The result is also True for a task that was never reached, because nobody waits for it.
         """
