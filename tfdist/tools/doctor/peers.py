@@ -454,7 +454,7 @@ class PeerExchange:
 
 
 def _neighbours(tasks: Sequence[Task], own: Collection[str]) -> tuple[set[str], set[str]]:
-    """Return the tasks that those of a host ask, and the ones behind them in TensorFlow's ring.
+    """Return the tasks that those of a host ask, and the ones behind them in the ring.
 
     A task at whose address another process answers is asked too.
     """
