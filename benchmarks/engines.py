@@ -33,6 +33,8 @@ from common.engines_worker import EVENTS, SAVE_FREQ, STEP_S
 from common.processes import ProcessFailed, run_main
 from common.report import add_options, begin, conclude, fill_options, heading, row, spread, table
 
+from tfdist.runtime.launch_protocol import read_journal
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "common" / "engines_worker.py"
 ROUNDS = 3
@@ -40,6 +42,8 @@ WORKERS = 2
 KILL_AT = 15  # steps
 POLL_S = 0.02
 END_S = 60.0
+LOGS = "logs"
+READY = ("standby", "ready")  # in the journal
 TFDIST = (sys.executable, "-m", "tfdist")
 VARIABLES = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 PASSED_ON = [f"--env={name}={value}" for name, value in VARIABLES.items()]
@@ -52,7 +56,7 @@ class Start:
     Args:
         command: Command without the words of the script.
         environ: Its environment.
-        end: Command that ends the training; empty: SIGINT to the first one does.
+        end: Command that ends the training; empty: SIGTERM to the first one does.
     """
 
     command: list[str]
@@ -70,6 +74,7 @@ class Engine:
         module: Module of tests.engines with `missing()` and `running()`; "": there is none.
         programs: Programs that it needs, with the packages of apt that have them.
         restarts: Whether it starts a training again after a failure.
+        standbys: Number of standby processes that are ready before the worker is killed.
     """
 
     title: str
@@ -77,6 +82,7 @@ class Engine:
     module: str = ""
     programs: dict[str, str] = dataclasses.field(default_factory=dict)
     restarts: bool = True
+    standbys: int = 0
 
     def missing(self) -> str | None:
         """Return why the engine cannot run here."""
@@ -146,7 +152,11 @@ def start_kubernetes(cluster: Any) -> Start:
 
 
 ENGINES = {
-    "local": Engine("this machine, with standby processes", start_local),
+    "local": Engine(
+        "this machine, with standby processes",
+        lambda none: start_local(none, f"--standby={WORKERS}", f"--log-dir={LOGS}"),
+        standbys=WORKERS,
+    ),
     "local_fresh": Engine(
         "this machine, --standby 0", lambda none: start_local(none, "--standby=0")
     ),
@@ -222,6 +232,18 @@ class Training:
                 )
             time.sleep(POLL_S)
 
+    def wait_for_standbys(self, count: int) -> None:
+        """Wait until standby processes are ready."""
+        end = time.monotonic() + self._timeout
+        while True:
+            lines = read_journal(str(self._directory / LOGS)) if count else []
+            ready = [line for line in lines if (line["event"], line.get("what")) == READY]
+            if len(ready) >= count:
+                return
+            if time.monotonic() > end:
+                raise ProcessFailed(f"only {len(ready)} of {count} standby processes are ready")
+            time.sleep(POLL_S)
+
     def lines(self) -> list[dict]:
         """Return what the workers have noted."""
         if not self._events.exists():
@@ -243,7 +265,7 @@ class Training:
                 self._start.end, env=self._start.environ, cwd=self._directory, timeout=END_S
             )
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -268,7 +290,9 @@ def measure(engine: Engine, timeout: float) -> Figures:
     """Return the figures of one training."""
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(engine.fixture().running()) if engine.module else None
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="engines-"))
+        home = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True)
+        )
         training = Training(engine.start(cluster), pathlib.Path(home), timeout)
         stack.callback(training.end)
         began = training.began
@@ -278,6 +302,7 @@ def measure(engine: Engine, timeout: float) -> Figures:
         }
         training.wait("step", KILL_AT)
         if engine.restarts:
+            training.wait_for_standbys(engine.standbys)
             killed, former = training.kill("worker:1")
             figures |= {
                 "relaunched": training.wait("started", after=killed, but=former) - killed,
@@ -316,8 +341,8 @@ def report(names: list[str], results: dict, not_run: dict, facts: dict, notes: s
         f"Two workers of a small CNN, whose steps take {STEP_S:g} s by a sleep, with a snapshot "
         f"every {SAVE_FREQ} steps. All engines run on this machine, so the figures show what an "
         "engine adds to the start of TensorFlow, and not what a network or an image costs. "
-        f"worker:1 is killed after {KILL_AT} steps. Seconds until the later one of the two "
-        "workers; medians over the rounds, min..max in brackets.",
+        f"worker:1 is killed after {KILL_AT} steps, and once standby processes are ready. Seconds "
+        "until the later one of the two workers; medians over the rounds, min..max in brackets.",
         "",
     ]
     if notes:

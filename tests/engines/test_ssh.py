@@ -61,6 +61,22 @@ def test_digits_resume_after_a_host_is_lost(launch, digits_dir):
     assert not launch.wait_for_nobody()
 
 
+def test_hosts_come_from_a_config_file(launch, ssh):
+    options = {
+        "on": "ssh",
+        "hosts": ",".join(HOSTS),
+        "ssh_command": ssh.command,
+        "remote_python": ssh.python,
+        "env": dict([launch.mark.split("=")]),
+    }
+    config = launch.directory / "hosts.py"
+    config.write_text(f"def get_config(): return {{'launch': {options}}}\n")
+    code, out, err = launch.run("--config=hosts.py", script="print('hello from', me)")
+    assert code == 0, err
+    assert "[worker:1] hello from worker:1" in out
+    assert "on 127.0.1.2, 127.0.1.3 by ssh" in err
+
+
 def test_cut_connection_ends_the_task_of_that_host(launch):
     script = """
 import pathlib
