@@ -209,7 +209,7 @@ class Training:
             event: Event of the script.
             least: Number of the step, at the least.
             after: Time after which it must be.
-            but: Processes that do not count, pairs of namespace and id.
+            but: Processes that do not count.
         """
         end = time.monotonic() + self._timeout
         while True:
@@ -219,7 +219,7 @@ class Training:
                     line["event"] == event
                     and line.get("step", 0) >= least
                     and line["time"] > after
-                    and (line["namespace"], line["pid"]) not in but
+                    and line["process"] not in but
                 ):
                     times.setdefault(line["task"], line["time"])
             if len(times) == WORKERS:
@@ -256,7 +256,7 @@ class Training:
         lines = self.lines()
         found = next(line for line in reversed(lines) if line["task"] == task)
         os.kill(own_pid(found["namespace"], found["pid"]), signal.SIGKILL)
-        return time.time(), {(line["namespace"], line["pid"]) for line in lines}
+        return time.time(), {line["process"] for line in lines}
 
     def end(self) -> None:
         """End the training."""

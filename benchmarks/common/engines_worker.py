@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 import time
+import uuid
 
 STEPS = 24  # of an epoch
 EPOCHS = 100  # far more than the benchmark waits for
@@ -22,6 +23,7 @@ def main(directory: str) -> None:
     """Train, and write a line for the start of this process and for each step."""
     about = {
         "task": os.environ["TFDIST_TASK"],
+        "process": uuid.uuid4().hex,  # other ids are used again
         "pid": os.getpid(),
         "namespace": os.stat("/proc/self/ns/pid").st_ino,  # a pod has process ids of its own
     }
