@@ -166,7 +166,6 @@ def _texts(place: str, key: str, value: Any) -> list[str]:
                 + (", or a list or mapping of texts" if key in SEPARATORS else "")
                 + f"; received {value!r}"
             )
-    texts = [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
     if not named:
-        return texts
-    return [f"{name}{SEPARATORS[key]}{text}" for name, text in zip(value, texts, strict=True)]
+        return [str(each) for each in values]
+    return [f"{name}{SEPARATORS[key]}{each}" for name, each in value.items()]

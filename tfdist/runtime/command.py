@@ -73,7 +73,7 @@ class Defaults:
             flag in {word.partition("=")[0] for word in words} for words in (own, self.words)
         )
         if here or not there:
-            return error
+            return ValueError(str(error))
         name = flag.removeprefix("--").replace("-", "_")
         return ValueError(f"{error} ({self.source.format(name)})")
 
