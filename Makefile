@@ -62,8 +62,8 @@ bench: .venv/installed-bench
 	  $(BIN)/python benchmarks/pipeline_parallel.py; pipeline_parallel=$$?; $(BIN)/python benchmarks/sync.py; sync=$$?; $(BIN)/python benchmarks/sharding.py; sharding=$$?; \
 	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
 	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
-	  $(BIN)/python benchmarks/scale.py; scale=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((scale | pipeline_parallel | sync | sharding | fit | servers | recovery | step_breakdown | scaling))
+	  $(BIN)/python benchmarks/scale.py; scale=$$?; $(BIN)/python benchmarks/engines.py; engines=$$?; \
+	  $(BIN)/python benchmarks/input.py && exit $$((scale | engines | pipeline_parallel | sync | sharding | fit | servers | recovery | step_breakdown | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py

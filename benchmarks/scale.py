@@ -380,12 +380,8 @@ def main(argv: list[str]) -> int:
         print(f"scale: {failure}", file=sys.stderr)
         return 2
     verdicts = judge(results)
-    return conclude(
-        args,
-        "scale",
-        report(results, verdicts, facts, args.notes),
-        {"about": facts, "notes": args.notes, "bars": verdicts, **results},
-    )
+    text = report(results, verdicts, facts, args.notes)
+    return conclude(args, "scale", facts, verdicts, text, notes=args.notes, **results)
 
 
 if __name__ == "__main__":

@@ -324,6 +324,18 @@ def test_configuration_error_ends_the_job(launch):
     assert "queue job" not in text
 
 
+def test_options_of_a_job_come_from_its_config_file(launch, slurm):
+    options = {"on": "slurm", "partition": "urgent", "nodes": 2, "workers": 3, "job_name": "filed"}
+    config = launch.directory / "cluster.py"
+    config.write_text(f"def get_config(): return {{'launch': {options}}}\n")
+    script = "print('in', os.environ['SLURM_JOB_PARTITION'], os.environ['SLURM_JOB_NAME'])"
+    job = launch.submit("--config=cluster.py", script=script)
+    config.write_text("def get_config(): return {'launch': {'on': 'ssh'}}\n")
+    state, _, text = launch.finish_job(job)
+    assert state == "COMPLETED", text
+    assert text.count("in urgent filed") == 3
+
+
 def test_restarts_count_over_all_starts_of_a_job(launch, slurm):
     """One restart in the allocation leaves none for a requeue: exit code 1 ends the job."""
     script = BEAT + "ready()\ntrain(0.5)\nsys.exit(75)\n"

@@ -1,84 +1,31 @@
 """Test `tfdist launch --on ssh` on a real OpenSSH server, with two addresses of this machine."""
 
-import getpass
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 
 import pytest
 
+from tests.engines import ssh_server
+from tests.engines.ssh_server import HOSTS
 from tests.launches import Launch
-from tests.networks import listens
-from tests.processes import ROOT, lean
-from tfdist.cluster.addresses import free_ports
-
-HOSTS = ("127.0.1.2", "127.0.1.3")
-CONFIG = """
-Port {port}
-ListenAddress 127.0.1.2
-ListenAddress 127.0.1.3
-HostKey {home}/host
-AuthorizedKeysFile {home}/user.pub
-PasswordAuthentication no
-UsePAM no
-StrictModes no
-PidFile none
-"""
-BOUND_S = 30
+from tests.processes import ROOT
 
 
 @pytest.fixture(scope="module")
 def ssh():
-    """Start a server as our child; yield the ssh command for it, and the Python of its hosts."""
-    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if server is None or shutil.which("ssh") is None:
-        pytest.skip("OpenSSH is not installed (apt-get install openssh-server openssh-client)")
-    if os.geteuid() == 0:
-        pathlib.Path("/run/sshd").mkdir(exist_ok=True)  # a root's server insists on it
-    home = pathlib.Path(tempfile.mkdtemp(prefix="sshd", dir="/tmp"))
-    home.chmod(0o755)
-    port = free_ports(1)[0]
-    for key in ("host", "user"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / key)], check=True
-        )
-    (home / "config").write_text(CONFIG.format(port=port, home=home))
-    # A login over ssh does not have the variables of this process.
-    python = home / "python"
-    environ = lean({"PYTHONPATH": str(ROOT)})
-    variables = " ".join(f"{name}='{value}'" for name, value in environ.items())
-    python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    with open(home / "log", "w") as log:
-        daemon = subprocess.Popen([server, "-D", "-e", "-f", str(home / "config")], stderr=log)
-    try:
-        deadline = time.monotonic() + BOUND_S
-        while not listens(port):
-            assert time.monotonic() < deadline, (home / "log").read_text()
-            time.sleep(0.05)
-        command = (
-            f"ssh -p {port} -l {getpass.getuser()} -i {home}/user -oStrictHostKeyChecking=no "
-            f"-oUserKnownHostsFile={home}/known -oLogLevel=ERROR"
-        )
-        yield command, str(python)
-    finally:
-        daemon.terminate()
-        daemon.wait(BOUND_S)
-        shutil.rmtree(home)
+    with ssh_server.running() as started:
+        yield started
 
 
 @pytest.fixture
 def launch(ssh, tmp_path):
     launch = Launch(tmp_path, bound=240)
-    command, python = ssh
     launch.flags = (
-        "--on", "ssh", "--hosts", ",".join(HOSTS), "--ssh-command", command, "--remote-python",
-        python, f"--env={launch.mark}",
+        "--on", "ssh", "--hosts", ",".join(HOSTS), "--ssh-command", ssh.command,
+        "--remote-python", ssh.python, f"--env={launch.mark}",
     )  # fmt: skip
     yield launch
     for pid in launch.living():
@@ -112,6 +59,22 @@ def test_digits_resume_after_a_host_is_lost(launch, digits_dir):
     )
     assert report.returncode == 0, report.stdout + report.stderr
     assert not launch.wait_for_nobody()
+
+
+def test_hosts_come_from_a_config_file(launch, ssh):
+    options = {
+        "on": "ssh",
+        "hosts": ",".join(HOSTS),
+        "ssh_command": ssh.command,
+        "remote_python": ssh.python,
+        "env": dict([launch.mark.split("=")]),
+    }
+    config = launch.directory / "hosts.py"
+    config.write_text(f"def get_config(): return {{'launch': {options}}}\n")
+    code, out, err = launch.run("--config=hosts.py", script="print('hello from', me)")
+    assert code == 0, err
+    assert "[worker:1] hello from worker:1" in out
+    assert "on 127.0.1.2, 127.0.1.3 by ssh" in err
 
 
 def test_cut_connection_ends_the_task_of_that_host(launch):

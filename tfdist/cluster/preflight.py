@@ -140,7 +140,7 @@ class _Barrier:
         self.attempt = attempt
         self.tasks = {str(task): task for task in spec.listening_tasks}
         self.leader = spec.listening_tasks[0]
-        self.peers = _peers(spec.listening_tasks, me)  # the tasks that this task asks
+        self.peers = peers_of(spec.listening_tasks, me)  # the tasks that this task asks
         self.at_once = LEADER_AT_ONCE if len(self.tasks) > ALL_PAIRS else meeting.AT_ONCE
         self.pause = RETRY_S * max(1.0, len(self.tasks) / ALL_PAIRS)
         # Set when another task's message may have ended the wait.
@@ -422,8 +422,13 @@ class _Barrier:
             raise PeersAbsent(f"preflight of {self.me}: {reasons}")
 
 
-def _peers(tasks: Sequence[Task], me: Task) -> dict[str, Task]:
-    """Return the tasks that a task asks, by name: all others, or few in a large cluster."""
+def peers_of(tasks: Sequence[Task], me: Task) -> dict[str, Task]:
+    """Return the tasks that a task asks, by name: all others, or few in a large cluster.
+
+    Args:
+        tasks: The listening tasks of the cluster.
+        me: One of them.
+    """
     others = [task for task in tasks if task != me]
     if len(tasks) > ALL_PAIRS and me != tasks[0]:
         # TensorFlow's ring has the tasks in the lexicographical order of their names, and each

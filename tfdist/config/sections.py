@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 
+LAUNCH = "launch"  # section of `tfdist launch` and `tfdist submit`, which a run does not read
 BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
 
 
@@ -322,7 +323,7 @@ class Run:
 
         Args:
             settings: Nested mapping of section to key to value, such as the `to_dict()` of a
-                `ConfigDict`.
+                `ConfigDict`. The section "launch" is left to the launcher.
 
         Returns:
             The Run.
@@ -336,7 +337,9 @@ class Run:
             Traceback (most recent call last):
             ValueError: train.epoch: no such key. Did you mean train.epochs?
         """
-        sections = {key: _section(cls, key, value) for key, value in settings.items()}
+        sections = {
+            key: _section(cls, key, value) for key, value in settings.items() if key != LAUNCH
+        }
         return cls(**sections)
 
     def to_dict(self) -> dict[str, Any]:
@@ -363,6 +366,7 @@ def default() -> ConfigDict:
         ):
             if isinstance(known, types.UnionType):  # lets --config.output.dir=... know its type
                 config[section][key] = config_dict.placeholder(typing.get_args(known)[0])
+    config[LAUNCH] = ConfigDict()
     return config
 
 
@@ -377,6 +381,11 @@ def check_key(key: str) -> None:
         ValueError: trian: no such key. Did you mean train?
     """
     head, _, rest = key.partition(".")
+    if head == LAUNCH:
+        raise ValueError(
+            f"{key}: expected in the config file, or as a flag of `tfdist launch` or `tfdist "
+            "submit`; received it on the command line of a run"
+        )
     section = hint(Run, head, "")
     if rest and not dataclasses.is_dataclass(section):
         raise ValueError(

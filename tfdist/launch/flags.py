@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tfdist.cluster.addresses import address_problem
 from tfdist.cluster.spec import DATA_WORKERS
+from tfdist.launch.config_options import add_flag
 from tfdist.runtime.cli_arguments import flag_of, real, whole
 from tfdist.runtime.launch_protocol import Phase
 
@@ -338,6 +339,7 @@ def add_flags(parser: argparse.ArgumentParser, on: bool = True) -> None:
         parser: The parser.
         on: Whether to add --on, default True.
     """
+    add_flag(parser)
     local = parser.add_argument_group("a cluster on this machine")
     local.add_argument("--workers", type=whole(0), metavar="N", help="number of workers (1)")
     local.add_argument("--ps", type=whole(0), metavar="M", help="number of parameter servers (0)")

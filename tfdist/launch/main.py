@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from tfdist.cluster.addresses import free_ports, is_here, nobody_here
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.launch import agent, doctor_check
+from tfdist.launch import agent, config_options, doctor_check
 from tfdist.launch.engines import launch_on, slurm_launch
 from tfdist.launch.engines.fleet import Interrupted
 from tfdist.launch.failure_report import short_path
@@ -393,4 +393,5 @@ main = Command(
     split=split,
     others="Write COMMAND and its own flags after `--`: tfdist launch [FLAGS] -- COMMAND ...",
     handles_signals=True,
+    defaults=config_options.from_section(others=("array", "job_name", "setup")),
 )

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
+from tfdist.launch import config_options
 from tfdist.launch import flags as launch_flags
 from tfdist.launch.engines import kubernetes_scheduler, schedulers, slurm_launch
 from tfdist.runtime.cli_arguments import Parser, flag_of
@@ -43,6 +44,7 @@ def launch_words(flags: argparse.Namespace) -> list[str]:
         flags: Flags of `tfdist submit`.
     """
     parser = Parser(add_help=False, allow_abbrev=False)
+    config_options.add_flag(parser)
     _add_job_flags(parser)
     launch_flags.add_slurm_flags(parser)
     kubernetes_scheduler.add_flags(parser)
@@ -123,4 +125,5 @@ main = Command(
     check=_check,
     split=launch_flags.split,
     others="Write COMMAND and its own flags after `--`: tfdist submit [FLAGS] -- COMMAND ...",
+    defaults=config_options.from_section(others=("queue_timeout",)),
 )

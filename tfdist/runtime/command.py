@@ -45,6 +45,40 @@ def usage_errors() -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Defaults:
+    """Flags that a file gives to a command, over which those of the command line prevail.
+
+    Attributes:
+        words: Words for the command line, each with its value: "--workers=2".
+        source: Text for messages, in which "{}" stands for the name of a flag.
+    """
+
+    words: Sequence[str] = ()
+    source: str = ""
+
+    def locate(self, error: ValueError, own: Sequence[str]) -> ValueError:
+        """Return an error that also says which entry of the file is wrong, if it is one.
+
+        Args:
+            error: Error whose message begins with a flag.
+            own: Words of the command line.
+
+        Example:
+            >>> defaults = Defaults(["--workers=x"], "launch.{} in a.py")
+            >>> defaults.locate(ValueError("--workers: expected a number"), [])
+            ValueError('--workers: expected a number (launch.workers in a.py)')
+        """
+        flag = str(error).partition(":")[0].partition(" ")[0]
+        here, there = (
+            flag in {word.partition("=")[0] for word in words} for words in (own, self.words)
+        )
+        if here or not there:
+            return ValueError(str(error))
+        name = flag.removeprefix("--").replace("-", "_")
+        return ValueError(f"{error} ({self.source.format(name)})")
+
+
+@dataclasses.dataclass(frozen=True)
 class Command:
     """A command, which is called with its words and returns its exit code.
 
@@ -68,6 +102,8 @@ class Command:
         takes_config: Whether the command takes `--config` and `--config.KEY=VALUE`, which `run`
             then gets as the other words; default False.
         handles_signals: Whether `run` itself takes care of signals, including Ctrl-C.
+        defaults: Finds defaults of the flags, given the parser, its words and the other words;
+            default: there are none.
 
     Example:
         >>> def add_flags(parser):
@@ -91,6 +127,9 @@ class Command:
     others: str = ""
     takes_config: bool = False
     handles_signals: bool = False
+    defaults: Callable[[Parser, Sequence[str], Sequence[str]], Defaults] = (
+        lambda parser, own, words: Defaults()
+    )
 
     def __call__(self, argv: Sequence[str]) -> int:
         """Run the command.
@@ -124,8 +163,8 @@ class Command:
             argv: Words after the name of the command.
 
         Returns:
-            The checked flags, with the whole command line as `argv`; and the words that `split` set
-            apart.
+            The checked flags, with the whole command line, after the defaults, as `argv`; and the
+            words that `split` set apart.
 
         Raises:
             ValueError: If a flag is unknown or wrong. The message names the flag, what was expected
@@ -133,13 +172,17 @@ class Command:
         """
         own, words = split_config(argv) if self.takes_config else self.split(argv)
         parser = self.parser()
-        flags, unknown = parser.parse_known_args(own)
-        for word in unknown:
-            if word.startswith("-"):
-                raise ValueError(no_such_flag(word, parser.flags, self.others))
-            raise ValueError(f"expected a flag, received {word!r}. {self.others}".rstrip())
-        flags.argv = list(argv)
-        self.check(flags, words)
+        defaults = self.defaults(parser, own, words)
+        try:
+            flags, unknown = parser.parse_known_args([*defaults.words, *own])
+            for word in unknown:
+                if word.startswith("-"):
+                    raise ValueError(no_such_flag(word, parser.flags, self.others))
+                raise ValueError(f"expected a flag, received {word!r}. {self.others}".rstrip())
+            flags.argv = [*defaults.words, *argv]
+            self.check(flags, words)
+        except ValueError as error:
+            raise defaults.locate(error, own) from error
         return flags, words
 
     def parser(self) -> Parser:

@@ -350,10 +350,12 @@ def test_each_task_asks_the_one_before_it_in_tensorflows_ring():
     tasks = spec.listening_tasks
 
     def peers(rank):
-        return list(preflight._peers(tasks, tasks[rank]))
+        return list(preflight.peers_of(tasks, tasks[rank]))
 
     assert peers(0) == [f"worker:{i}" for i in range(1, MANY)]
     assert peers(1) == ["worker:0"]
     assert peers(2) == ["worker:0", "worker:19"]
     assert peers(12) == ["worker:0", "worker:11"]
-    assert len(preflight._peers(tasks[: preflight.ALL_PAIRS], tasks[1])) == preflight.ALL_PAIRS - 1
+    assert (
+        len(preflight.peers_of(tasks[: preflight.ALL_PAIRS], tasks[1])) == preflight.ALL_PAIRS - 1
+    )

@@ -30,8 +30,9 @@ def manifest(flags: argparse.Namespace, launch_words: Sequence[str], command: Se
     if flags.array:
         options.append(f"--array={flags.array}")
     options += slurm_launch.request(flags, name=flags.job_name)
-    launch = [sys.executable, "-m", "tfdist", "launch", "--on", "slurm", *launch_words]
-    return batch_script(options, [*launch, "--", *command], setup=flags.setup)
+    # The job has the options of its submission, whatever a config file says later.
+    launch = [sys.executable, "-m", "tfdist", "launch", "--on", "slurm", "--config=none"]
+    return batch_script(options, [*launch, *launch_words, "--", *command], setup=flags.setup)
 
 
 def submit(flags: argparse.Namespace, manifest: str) -> str:

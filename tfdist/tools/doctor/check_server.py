@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster.handshake import send, short
+from tfdist.cluster.handshake import excerpt, send, short
 from tfdist.cluster.meeting import TaskServer
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.tools.doctor.exchange import EXCHANGE_S, LINE_BYTES, STREAM_BYTES, STREAM_S, measure
 from tfdist.tools.doctor.file_systems import is_token, token_name
 
-AT_ONCE = 32  # maximum connections at a time
+AT_ONCE = 32  # maximum connections at a time, unless the cluster has more tasks
+TOKENS = 1000  # maximum number of files to look for, unless the cluster has many tasks
 # Seconds for a file of another host to appear, because network disks remember for a while that it
 # was missing.
 APPEAR_S = 3.0
@@ -58,6 +59,7 @@ class Responder:
         self.directories = tuple(directories)
         self.addresses = {str(task): task.address for task in spec.listening_tasks}
         self.done: dict[str, str] = {}  # task -> fault that its doctor found, "" for none
+        self.waits_for: dict[str, str] = {}  # tasks that are missing here, and why
         # process -> tasks of this host that it asked who they are
         self.askers: dict[str, set[str]] = {}
         self._show_line = show_line
@@ -66,7 +68,7 @@ class Responder:
         self._left = {
             "measure": 4 * len(self.addresses) + 40,
             "stream": 4 * len(self.addresses) + 40,
-            "token": 1000,
+            "token": max(TOKENS, 8 * len(self.addresses)),
         }
         self._lock = threading.Lock()
 
@@ -90,7 +92,9 @@ class Responder:
             with self._lock:
                 if nonce in self.askers or len(self.askers) < 10000:
                     self.askers.setdefault(nonce, set()).add(task)
-            return {**own, **self.facts, "received": received_at, "now": time.time()}
+            missing = {"missing": excerpt(self.waits_for), "missing_count": len(self.waits_for)}
+            times = {"received": received_at, "now": time.time()}
+            return {**own, **self.facts, **missing, **times}
         if request.get("cluster") != self.hello["cluster"]:
             return {**own, "refused": "the cluster specs differ"}
         if question == "done":
@@ -192,7 +196,10 @@ class Server(TaskServer):
 
     def __init__(self, responder: Responder, task: Task):
         self.responder = responder
-        self._free = threading.BoundedSemaphore(AT_ONCE)
+        # In a large cluster, all tasks may ask the first one at the same moment.
+        at_once = max(AT_ONCE, len(responder.addresses))
+        self.request_queue_size = max(TaskServer.request_queue_size, at_once)
+        self._free = threading.BoundedSemaphore(at_once)
         super().__init__(task)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:

@@ -233,7 +233,8 @@ def _check_peers(
     checks, port_errors = cluster.check_spec(spec, members)
     if members and all(task.type == "evaluator" for task in members):
         return checks  # other tasks do not connect to an evaluator, which reads files
-    free = [task for task in members if str(task) not in port_errors and task.type != "evaluator"]
+    listening = [task for task in members if task.type != "evaluator"]
+    free = [task for task in listening if str(task) not in port_errors]
     timeout = (
         min(flags.timeout, STRAY_S)
         if exit_code(checks) or (port_errors and flags.together)
@@ -247,6 +248,7 @@ def _check_peers(
             free,
             timeout,
             lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
+            listening if flags.together else (),
         )
         peer_exchange.ask_all()
         checks += cluster.check_ports(
@@ -280,7 +282,9 @@ def _check_peers(
         # Remove directories that other hosts still used before. Once told that this host is done,
         # they may begin to train there.
         peer_exchange.remove_directories()
-        peer_exchange.report_done(wrong, [str(task) for task in members])
+        claims = [str(task) for task in members]
+        if not peer_exchange.leads:
+            peer_exchange.report_done(wrong, claims)
         if flags.together:
             late = peer_exchange.wait_until_asked(wrong)
             # A report about a task of this host comes only from another process that claims it too.
@@ -294,6 +298,9 @@ def _check_peers(
                 spec,
                 peer_exchange.elapsed,
             )
+            if peer_exchange.leads:  # its report has the verdict about all
+                wrong = wrong or summarize_failures(checks)
+                peer_exchange.report_done(wrong, claims)
         else:
             reports = {
                 name: str(peer.hello.get("wrong") or "")[:300]

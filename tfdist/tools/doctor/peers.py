@@ -1,6 +1,9 @@
 """Exchange of the doctors on all hosts: identity, shared directories and network speed.
 
-Every wait has a time limit.
+If all hosts check together, each asks all others in a cluster of up to 32 tasks. In a larger one,
+the hosts ask as the tasks of a preflight do: the host of the first task asks all others, and each
+of them asks the first task and those before its own in TensorFlow's ring. The first host then waits
+for the reports of all, and its own report has the verdict. Every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster.meeting import Wait, for_each
+from tfdist.cluster import preflight
+from tfdist.cluster.handshake import absent, short, some
+from tfdist.cluster.meeting import AT_ONCE, Wait, for_each
 from tfdist.cluster.spec import Task
 from tfdist.tools.doctor import exchange
 from tfdist.tools.doctor.check_server import Responder, Server
@@ -94,6 +99,11 @@ class PeerExchange:
         members: Tasks of this host; empty if it is not a host of the cluster.
         timeout: Seconds to wait for all others to come.
         show_line: Function that receives a line every 10 seconds that names the missing tasks.
+        together: Tasks of this host, if all hosts check together, including those at whose
+            addresses it cannot answer; default none.
+
+    Attributes:
+        leads: Whether this host waits for the reports of all others before it reports itself.
     """
 
     def __init__(
@@ -102,6 +112,7 @@ class PeerExchange:
         members: Sequence[Task],
         timeout: float,
         show_line: Callable[[str], None] = lambda line: None,
+        together: Sequence[Task] = (),
     ):
         self.responder = responder
         self.wait = Wait(
@@ -109,6 +120,19 @@ class PeerExchange:
         )
         self.own = {str(task) for task in members}
         self.tasks = {str(task): task.address for task in responder.spec.listening_tasks}
+        tasks = responder.spec.listening_tasks
+        self._leader = str(tasks[0])
+        is_large = bool(together) and len(tasks) > preflight.ALL_PAIRS
+        self.leads = is_large and self._leader in self.own
+        self._follows = is_large and not self.leads
+        self._at_once = preflight.LEADER_AT_ONCE if is_large else AT_ONCE
+        self._to_be_asked = {self._leader} if self.leads else self.own  # by each other process
+        self._asked = [name for name in self.tasks if name not in self.own]
+        self._told = self._asked
+        if self._follows:
+            asked, behind = _neighbours(tasks, {str(task) for task in together})
+            self._asked = [name for name in self._asked if name in asked]
+            self._told = [name for name in self._told if name in asked | behind]
         self.peers: dict[str, Peer] = {}
         self.missing: dict[str, str] = {}
         self._reasons: dict[str, str] = {}  # task -> reason of its last failure to answer
@@ -126,15 +150,16 @@ class PeerExchange:
         """
 
         def pending() -> dict[str, str]:
-            names = [name for name in self.tasks if name not in self.own and name not in self.peers]
+            names = [name for name in self._asked if name not in self.peers]
             # A doctor that found a fault may be gone before this host asks it, and its fault is
             # enough. A doctor that found nothing wrong has only shown that it reaches this host: it
             # serves until this host has asked it.
-            return {
+            self.responder.waits_for = {
                 name: reason
-                for name, reason in for_each(self._hello, names).items()
+                for name, reason in for_each(self._hello, names, self._at_once).items()
                 if reason and not self.responder.done.get(name)
             }
+            return self.responder.waits_for
 
         self.missing = self.wait.until_none(pending)
 
@@ -148,6 +173,8 @@ class PeerExchange:
         Returns:
             Reasons why tasks are late when the time is over, by task.
         """
+        if self._follows:
+            return self._wait_for_leader()
         others = [name for name in self.tasks if name not in self.own and name not in self.missing]
         with_other_spec = [name for name in others if self._has_other_spec(name)]
         end = min(time.monotonic() + OTHER_SPEC_S, self.wait.started + self.wait.timeout)
@@ -164,9 +191,14 @@ class PeerExchange:
                     for name in others
                     if name not in late and not self._asked_by(name)
                 }
+            self.responder.waits_for = {**self.missing, **late}
             return late
 
         late = self.wait.until_none(pending)
+        if self.leads:
+            for name, missing in for_each(self._missing_at, some(late), self._at_once).items():
+                if missing:
+                    late[name] += f": it waits for {absent(missing, self.responder.spec)}"
         # A doctor with another cluster spec cannot be told. It notices when it asks, if it asks at
         # all.
         while (
@@ -179,6 +211,30 @@ class PeerExchange:
             time.sleep(FIRST_S)
         return late
 
+    def _wait_for_leader(self) -> dict[str, str]:
+        """Wait until the first task is done; return for whom it waits when the time is over."""
+        leader = self._leader
+        if leader in self.missing or self._has_other_spec(leader):
+            return {}
+
+        def pending() -> dict[str, str]:
+            return {} if leader in self.responder.done else {leader: "it has not said how all are"}
+
+        late = self.wait.until_none(pending)
+        reasons = self._missing_at(leader) if late else {}
+        return {name: f"{leader}: {reason}" for name, reason in reasons.items()} or late
+
+    def _missing_at(self, name: str) -> dict[str, str]:
+        """Ask a task for whom it waits; return the reasons by task."""
+        try:
+            answer = exchange.ask(self.tasks[name], self.responder.hello, "hello")
+        except (OSError, ValueError):
+            return {}
+        missing = answer.get("missing")
+        if not isinstance(missing, Mapping):
+            return {}
+        return {name: short(missing[name]) for name in missing if name in self.tasks}
+
     def report_done(self, wrong: str, claims: Sequence[str]) -> None:
         """Tell all other tasks that this host is done.
 
@@ -189,14 +245,14 @@ class PeerExchange:
         facts = {"serves": list(claims), "wrong": wrong}
         names = [
             name
-            for name in self.tasks
-            if name not in self.own and name not in self.missing and not self._has_other_spec(name)
+            for name in self._told
+            if name not in self.missing and not self._has_other_spec(name)
         ]
         for _ in range(TRIES):
             names = [
                 name
                 for name, reason in for_each(
-                    lambda name: self._try("done", name, **facts), names
+                    lambda name: self._try("done", name, **facts), names, self._at_once
                 ).items()
                 if reason
             ]
@@ -375,7 +431,7 @@ class PeerExchange:
         return ""
 
     def _asked_by(self, name: str) -> bool:
-        """Return whether the process at a task's address has asked each task of this host.
+        """Return whether the process at a task's address has asked all that it should ask.
 
         The result is also True for a task that was never reached, because nobody waits for it.
         """
@@ -383,7 +439,7 @@ class PeerExchange:
         return (
             peer is None
             or self._has_other_spec(name)
-            or self.own <= self.responder.askers.get(peer.process, set())
+            or self._to_be_asked <= self.responder.askers.get(peer.process, set())
         )
 
     def _has_other_spec(self, name: str) -> bool:
@@ -395,6 +451,18 @@ class PeerExchange:
             name in self.peers
             and self.peers[name].hello.get("cluster") != self.responder.hello["cluster"]
         )
+
+
+def _neighbours(tasks: Sequence[Task], own: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return the tasks that those of a host ask, and the ones behind them in the ring.
+
+    A task at whose address another process answers is asked too.
+    """
+    ring = sorted(map(str, tasks))
+    behind = {ring[(ring.index(name) + 1) % len(ring)] for name in own}
+    return set(own).union(
+        *(preflight.peers_of(tasks, task) for task in tasks if str(task) in own)
+    ), behind
 
 
 def _write_token(path: Path, content: str) -> None:
