@@ -90,7 +90,8 @@ class Console:
             )
 
     def notice(self, text: str) -> None:
-        """Show a message of the launcher itself."""
+        """Show a message of the launcher itself, which may quote a task."""
+        text = printable(text, self._colour)
         with self._lock:
             self._write(self._out, "", draw=False)
             self._write(self._err, text + "\n", draw=False)
