@@ -31,6 +31,10 @@ ERROR_FILE = "TFDIST_ERROR_FILE"
 PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
 IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # record of the imports, for standby processes
 CHAOS = "TFDIST_CHAOS"
+TOKEN = "TFDIST_TOKEN"  # secret of the launchers, which no task receives
+# Secret of the tasks of a launch, with which they know each other. It does not let anybody join the
+# launchers or steer them.
+TASK_SECRET = "TFDIST_TASK_SECRET"
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -116,6 +120,16 @@ def _number(text: str) -> int:
 def environment(**more: str) -> dict[str, str]:
     """Return the variables of this process plus `more`, for a process that it starts."""
     return {**os.environ, **more}
+
+
+def task_secret(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return the secret that the tasks of this launch share; b"" if there is none.
+
+    Example:
+        >>> task_secret({"TFDIST_TASK_SECRET": "5ec2e7"}), task_secret({})
+        (b'5ec2e7', b'')
+    """
+    return (os.environ if environ is None else environ).get(TASK_SECRET, "").encode()
 
 
 def gets_repeated_signals(environ: Mapping[str, str] | None = None) -> bool:
