@@ -666,12 +666,21 @@ def test_job_shrinks_without_a_partitioned_host_and_grows_back(house):
         get(a, Stop)
         a.stopped()
         assert starts(a)[0].addresses[1:] == ()
+        assert b.order(0.6) is None, "it has not given up after the restart window"
         network.cut.clear()
-        finishes(75, "lost the rendezvous", b)
-        back = house.join("b", address=network.address)
         assert get(a, Stop).gently
         a.stopped()
-        assert starts(a, back)[0].generation == 2
+        assert starts(a, b)[0].generation == 2
+
+
+def test_a_partitioned_host_gives_up_after_the_join_timeout(house):
+    house.serve(1, 2, restarts=1, window=0.1)
+    with Network(house.server.address) as network:
+        b = house.join("b", address=network.address, join_timeout=1.5)
+        starts(b)
+        network.cut.set()
+        get(b, Cut)
+        finishes(75, "could not connect again within 1.5 s", b)
 
 
 # The assembly by itself: the clock is a number.
