@@ -29,6 +29,7 @@ from tfdist.train.hooks import Hooks, bind
 from tfdist.train.without_strategy import FitWithoutStrategy
 
 _METRICS = "metrics/"
+_PARTS = "metrics of replicas/"
 _SYNC = "sync/"
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
@@ -100,7 +101,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._opened = False
         self._first_epoch = 0
         self._replay_until = 0
-        self._train_totals: list | None = None  # metric totals of the epoch that is being validated
+        # Metric totals of the epoch that is being validated, and those of each replica.
+        self._train_totals: tuple[list, list] | None = None
 
     def run_fit(self, model: keras.Model, keras_method: Callable, *args: Any, **kwargs: Any):
         """Run a `fit` of a model that has no engine; the hook on `keras.Model.fit` calls this.
@@ -274,7 +276,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if snapshot is not None:
             state.into_history(snapshot.facts["history"], self.model.history)
             if self._replay_until:
-                self._engine.set_metric_totals(self.model, arrays_of(_METRICS, snapshot))
+                self._engine.set_metric_totals(
+                    self.model, arrays_of(_METRICS, snapshot), arrays_of(_PARTS, snapshot)
+                )
         if self._every_seconds:
             self._pause(1)
         elif self.save_freq != "epoch":
@@ -416,7 +420,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """
         self._steps_since_save = 0
         self._saved_at = time.monotonic()
-        totals = (self._train_totals or self._engine.metric_totals(self.model)) if step else []
+        totals: list = []
+        parts: list = []
+        if step:
+            totals, parts = self._train_totals or self._engine.metric_totals(self.model)
         synced = self._engine.sync_totals(self.model)
         if state.is_sharded(self.model):
             self._finish()  # the number of the next snapshot is unknown while one is being written
@@ -447,6 +454,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             **random_state.arrays,
             **state.best_of_callbacks(self._others()),
             **numbered(_METRICS, totals),
+            **numbered(_PARTS, parts),
             **numbered(_SYNC, synced),
         }
         self._finish()

@@ -193,11 +193,11 @@ class Coordinator(Hooks):
             self._training_stream.position.go_to(epoch, 0, position)
         return False
 
-    def metric_totals(self, model: keras.Model) -> list:
-        """Return an empty list, after all dispatched steps are done."""
+    def metric_totals(self, model: keras.Model) -> tuple[list, list]:
+        """Return empty lists, after all dispatched steps are done."""
         if self._active is not None:
             self._active.join()
-        return []
+        return [], []
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]
