@@ -78,7 +78,10 @@ class Coordinator(Hooks):
         _check_end("fit", call["x"], steps, "steps_per_epoch")
         _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
         self.heartbeat.begin(call["initial_epoch"], steps or length(call["x"]))
-        with backing(callbacks, True, call["initial_epoch"]), self._during("fit", call["x"]):
+        with (
+            backing(callbacks, True, call["initial_epoch"], call["validation_data"]),
+            self._during("fit", call["x"]),
+        ):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):

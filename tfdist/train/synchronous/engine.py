@@ -125,7 +125,8 @@ class Engine(Hooks):
             # Keras warns that its default True has no effect on a Dataset.
             call["kwargs"].setdefault("shuffle", False)
         callbacks = self._restrict_to_chief(call)
-        with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
+        data = call["validation_data"]
+        with backing(callbacks, self.placement.is_chief, call["initial_epoch"], data):
             return self._fit(model, keras_method, call, callbacks)
 
     def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
