@@ -108,6 +108,7 @@ def test_log_and_console_of_a_task(console, tmp_path):
     os.write(writing, ("a\n" + bar(1, 0) + bar(2, 15) + "\n").encode() + b"\xff raw\nno newline")
     os.close(writing)
     output.join(5)
+    assert (tmp_path / "log").stat().st_mode & 0o077 == 0, "others may not read it"
     logged = (tmp_path / "log").read_bytes()
     assert logged == "a\n\x1b[1m2/3\x1b[0m ━━ loss: 0.5\n".encode() + b"\xff raw\nno newline\n"
     lines = ("a", "2/3 ━━ loss: 0.5", "? raw", "no newline")
