@@ -2,8 +2,8 @@
 
 Namespaces are real; packets are lost without an error.
 
-Test that the host with the rendezvous goes on, and the other ends, whichever of them a cut
-isolates.
+Test that the host with the rendezvous goes on, and the other ends its workers and comes back,
+whichever of them a cut isolates.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
 from tests.cluster.test_hosts import SCRIPT as WAITS
 from tests.launches import ROOT, Launch
 from tests.networks import network
-from tfdist.runtime.launch_protocol import TRANSIENT_CODE, read_journal
+from tfdist.runtime.launch_protocol import read_journal
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
 TIMEOUT_S = 240  # for anything here to happen, on a busy machine
@@ -115,17 +115,6 @@ def ends(launch):
     return err
 
 
-def gives_up(launch):
-    """Check that a launch ends because it lost the rendezvous, and leaves no process."""
-    code, _, err = launch.finish()
-    assert code == TRANSIENT_CODE, err
-    assert (
-        f"lost the rendezvous at 10.77.0.1:{PORT}, and could not connect again within {WINDOW} s"
-        in err
-    )
-    assert not launch.wait_for_nobody()
-
-
 def test_host_that_is_cut_off_ends_and_the_others_continue(hosts):
     first = hosts.start(1)
     second = hosts.start(2)
@@ -157,15 +146,13 @@ def test_host_that_is_cut_off_ends_and_the_others_continue(hosts):
         f"its workers ended {ended:.1f} s after the cut: the others give it up after {SILENCE} s"
     )
     assert SILENCE < again["time"] - cut < SILENCE + WINDOW + 5
-    gives_up(second)
     assert not journal(second, "saved"), "who is not the chief never writes"
 
     hosts.until(lambda: journal(first, "restored", 1), "training on one host")
     hosts.net.join(2)
-    third = hosts.start(2)  # as a scheduler would
-    hosts.until(lambda: journal(third, "restored"), "training on both hosts again")
+    hosts.until(lambda: journal(second, "restored", 1), "training on both hosts again")
     (hosts.root / "hurry").touch()
-    for launch in (first, third, undisturbed):
+    for launch in (first, second, undisturbed):
         ends(launch)
     assert len(journal(first, "attempt")) == 3
     whole = pickle.loads((hosts.root / "whole" / "worker-0.pickle").read_bytes())
@@ -206,14 +193,12 @@ def test_host_that_returns_in_time_joins_the_next_attempt(hosts):
     hosts.net.join(2)
     worlds(both, 1, 2)
     hosts.net.cut(1)
-    gives_up(second)
     worlds([first], 2, 1)
     hosts.net.join(1)
-    third = hosts.start(2, script=WAITS)
-    worlds([first, third], 3, 2)
+    worlds(both, 3, 2)
     (hosts.root / "finish").touch()
     assert "was silent for 3 s" in ends(first)
-    ends(third)
+    ends(second)
 
 
 def logs(launch):

@@ -196,6 +196,28 @@ def test_remote_access_is_off_unless_allowed():
     ].allow_remote  # true there anyway
 
 
+def test_tasks_get_a_secret_of_their_own_and_not_the_launchers(tmp_path):
+    spec = ClusterSpec.local()
+    for given, secret, expected in [
+        ({}, "", None),
+        ({}, "made here", "made here"),
+        ({"TFDIST_TASK_SECRET": "of the scheduler"}, "", "of the scheduler"),
+    ]:
+        (plan,) = task_plan.plan_tasks(
+            spec,
+            spec.tasks,
+            ["x"],
+            environ={"TFDIST_TOKEN": "of the launchers", **given},
+            log_dir=str(tmp_path),
+            attempt=0,
+            threads=None,
+            cores=1,
+            secret=secret,
+        )
+        assert plan.environ.get("TFDIST_TASK_SECRET") == expected
+        assert "TFDIST_TOKEN" not in plan.environ
+
+
 @pytest.mark.parametrize(
     ("cores", "threads", "environ", "expected"),
     [

@@ -4,6 +4,7 @@ Each task sends one JSON line over a socket. See `preflight` for the wait for al
 """
 
 import hashlib
+import hmac
 import importlib.metadata
 import json
 import platform
@@ -13,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
+from tfdist.runtime.formatting import printable
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TASK_SECRET, TRANSIENT_CODE
 
 LINE_BYTES = 8192
 MAX_NAMED = 16  # maximum number of task names in one message
 REASON_CHARACTERS = 200  # maximum length of a reason that is passed on to another task
+SIGNATURE = "signature"
 PACKAGES = ("tensorflow", "keras", "tfdist")
 
 
@@ -25,6 +28,10 @@ class ConfigurationError(ValueError):
     """Error for tasks whose configurations contradict each other; a restart cannot help."""
 
     exit_code = CONFIGURATION_CODE
+
+
+class Unsigned(ValueError):
+    """Error for a message of a process that does not have the secret of this launch."""
 
 
 class PeersAbsent(TimeoutError):
@@ -161,8 +168,13 @@ def some(names: Iterable[str]) -> Sequence[str]:
 
 
 def short(value: Any) -> str:
-    """Return a value received from the network as text of bounded length."""
-    return str(value)[:300]
+    r"""Return a value received from the network as text of bounded length for a terminal.
+
+    Example:
+        >>> short("worker:1\x1b[2J")
+        'worker:1?[2J'
+    """
+    return printable(str(value)[:300])
 
 
 def excerpt(missing: Mapping[str, str]) -> dict[str, str]:
@@ -181,9 +193,45 @@ def excerpt(missing: Mapping[str, str]) -> dict[str, str]:
     return chosen
 
 
-def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message as one line."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def send(connection: socket.socket, message: Mapping[str, Any], secret: bytes = b"") -> None:
+    """Send a message as one line, signed if there is a secret."""
+    signed = {**message, SIGNATURE: signature(message, secret)} if secret else message
+    connection.sendall(json.dumps(signed).encode() + b"\n")
+
+
+def signature(message: Mapping[str, Any], secret: bytes) -> str:
+    """Return the message authentication code of a message.
+
+    Example:
+        >>> signature({"a": 1, "b": 2}, b"key") == signature({"b": 2, "a": 1}, b"key")
+        True
+    """
+    text = json.dumps(message, sort_keys=True)
+    return hmac.digest(secret, text.encode(), hashlib.sha256).hex()
+
+
+def check_signature(message: dict[str, Any], secret: bytes) -> None:
+    """Remove the signature of a message.
+
+    Args:
+        message: Message as it was received.
+        secret: Secret of this side; b"" if it has none.
+
+    Raises:
+        Unsigned: If the other side does not have the same secret.
+    """
+    received = message.pop(SIGNATURE, None)
+    if received is None and not secret:
+        return
+    if (
+        not secret
+        or not isinstance(received, str)
+        or not hmac.compare_digest(received.encode(), signature(message, secret).encode())
+    ):
+        raise Unsigned(
+            f"a task listens there, but it does not have the {TASK_SECRET} of this one: it belongs "
+            "to another launch, or its launcher has another TFDIST_TOKEN"
+        )
 
 
 def receive(

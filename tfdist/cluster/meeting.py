@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from tfdist.cluster.addresses import resolve_address, split_address
-from tfdist.cluster.handshake import LINE_BYTES, absent, receive, send
+from tfdist.cluster.handshake import (
+    LINE_BYTES,
+    Unsigned,
+    absent,
+    check_signature,
+    receive,
+    send,
+)
+from tfdist.cluster.pending_connections import PendingConnections
 from tfdist.cluster.spec import ClusterSpec, Task
 
 AT_ONCE = 16  # tasks that are asked at the same time
@@ -179,6 +187,9 @@ class TaskServer(socketserver.ThreadingTCPServer):
         exchange_s: Seconds for a request and its reply.
         line_bytes: Maximum size of a request.
         service: Name of the service, for messages.
+        secret: Secret of the tasks of this launch, default b"" (none). With it, only their requests
+            are answered.
+        at_once: Maximum number of connections, except from tasks that have the secret.
 
     Raises:
         OSError: If the address cannot be listened at.
@@ -192,10 +203,13 @@ class TaskServer(socketserver.ThreadingTCPServer):
     exchange_s = 5.0
     line_bytes = LINE_BYTES
     service = "preflight"
+    secret = b""
+    at_once = 256
 
     def __init__(self, task: Task):
         self.address_family, sockaddr = resolve_address(task.address)
         self.task = task
+        self.pending = PendingConnections(self.at_once)
         super().__init__(sockaddr, _Handler)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
@@ -213,6 +227,16 @@ class TaskServer(socketserver.ThreadingTCPServer):
 
     def was_received(self, request: Mapping[str, Any], reply: Mapping[str, Any]) -> None:
         """Take note that a client has acknowledged the reply. By default, do nothing."""
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See `socketserver.BaseServer`."""
+        self.pending.add(request, client_address[0])
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See `socketserver.BaseServer`."""
+        self.pending.remove(request)
+        super().shutdown_request(request)
 
     def __enter__(self) -> TaskServer:
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -233,8 +257,14 @@ class _Handler(socketserver.BaseRequestHandler):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             limit = time.monotonic() + server.exchange_s
             request = receive(connection, limit, server.line_bytes, server.service)
+            try:
+                check_signature(request, server.secret)
+            except Unsigned:  # tell only that this is another launch
+                return send(connection, {"tfdist": 1}, server.secret)
+            if server.secret:
+                server.pending.remove(connection)
             reply = server.reply(request, self.client_address[0])
-            send(connection, reply)
+            send(connection, reply, server.secret)
             server.after_reply(request, reply, connection)
             connection.settimeout(server.acknowledge_s(reply))
             # The client closes first, so TIME_WAIT stays with it and not on TensorFlow's port.

@@ -30,6 +30,7 @@ from tfdist.cluster.handshake import (
     absent,
     absent_too_long,
     another_task,
+    check_signature,
     claimed_twice,
     compare,
     excerpt,
@@ -41,7 +42,8 @@ from tfdist.cluster.handshake import (
 )
 from tfdist.cluster.meeting import ACKNOWLEDGED, Attempts, TaskServer, Wait, connect, for_each
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.runtime.launch_protocol import note_met
+from tfdist.runtime.formatting import printable
+from tfdist.runtime.launch_protocol import note_met, task_secret
 
 logger = logging.getLogger("tfdist")
 
@@ -66,6 +68,7 @@ def check(
     attempt: str = "0",
     versions: str | None = None,
     progress: Callable[[str], None] = logger.info,
+    secret: bytes | None = None,
 ) -> None:
     """Block until the listening tasks (all but the evaluator) have met.
 
@@ -82,6 +85,8 @@ def check(
         versions: Text that must be equal on all tasks, default `installed_versions()`.
         progress: Function that receives a line every 10 s with the missing tasks, default the INFO
             log.
+        secret: Secret of the tasks of this launch, default that of the launcher. With it, messages
+            of processes that do not have it are ignored; b"" for none.
 
     Raises:
         ConfigurationError: If this process's address or port cannot be used, or if the tasks
@@ -99,7 +104,13 @@ def check(
         )
     if spec.task in spec.listening_tasks:
         _Barrier(
-            spec, spec.task, timeout, attempt, versions or installed_versions(), progress
+            spec,
+            spec.task,
+            timeout,
+            attempt,
+            versions or installed_versions(),
+            progress,
+            task_secret() if secret is None else secret,
         ).run()
 
 
@@ -134,7 +145,9 @@ class _Barrier:
         attempt: str,
         versions: str,
         progress: Callable[[str], None],
+        secret: bytes,
     ):
+        self.secret = secret
         self.spec = spec
         self.me = me
         self.attempt = attempt
@@ -338,8 +351,9 @@ class _Barrier:
         """
         try:
             with connect(task.address, EXCHANGE_S) as connection:
-                send(connection, {**self._message(), "ready": ready})
+                send(connection, {**self._message(), "ready": ready}, self.secret)
                 reply = receive(connection, time.monotonic() + self._reply_s(task))
+                check_signature(reply, self.secret)
                 if reply.get("go"):
                     connection.sendall(ACKNOWLEDGED)
         except (OSError, ValueError) as error:
@@ -372,7 +386,7 @@ class _Barrier:
             return False
         if "fault" in hello:
             finder = short(hello.get("fault_of"))
-            text = str(hello["fault"])
+            text = printable(str(hello["fault"]))
             kind = ConfigurationError if hello.get("permanent") else PeersAbsent
             received = _Fault(kind(f"{finder} gave up: {text}"), finder, text, str(hello["task"]))
             self._fail(received)
@@ -443,8 +457,10 @@ class _Server(TaskServer):
     def __init__(self, barrier: _Barrier):
         self.exchange_s = EXCHANGE_S
         self.barrier = barrier
+        self.secret = barrier.secret
         # All tasks may ask the leader at the same moment.
         self.request_queue_size = max(TaskServer.request_queue_size, len(barrier.tasks))
+        self.at_once = max(TaskServer.at_once, 2 * len(barrier.tasks))
         super().__init__(barrier.me)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import hmac
 import math
 import os
 import socket
@@ -24,10 +25,9 @@ from tfdist.launch.rendezvous import Rendezvous
 from tfdist.launch.rendezvous_client import RendezvousClient
 from tfdist.launch.supervisor import PEER_S, Supervisor
 from tfdist.launch.task_plan import TaskPlan
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, TOKEN
 
 POLL_S = 0.1
-TOKEN = "TFDIST_TOKEN"
 
 
 def read_token(path: str | None) -> bytes:
@@ -65,6 +65,20 @@ def read_token(path: str | None) -> bytes:
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     return token
+
+
+def task_secret(token: bytes, launch: str) -> str:
+    """Return the secret of the tasks of a launch, from which nobody can derive the token.
+
+    Args:
+        token: Secret of the launchers.
+        launch: Unique name of the launch.
+
+    Example:
+        >>> task_secret(b"0123456789abcdef", "launch")[:16]
+        'a366803f2334770e'
+    """
+    return hmac.digest(token, b"tasks " + launch.encode(), hashlib.sha256).hex()
 
 
 def own_host(rendezvous: str) -> str:

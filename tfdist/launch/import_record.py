@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tfdist.runtime.launch_protocol import private
+
 ROOTS = ("tensorflow", "keras", "tensorflow_datasets")  # recorded, as all of tfdist
 # Variables that these modules and their libraries may read at import time.
 READ_AT_IMPORT = re.compile(
@@ -58,7 +60,10 @@ class ImportRecorder:
             self._recorded = True
             line["environ"] = changed(self._before, self._environ)
         # A full disk must not end the task; only the standby processes need the record.
-        with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(self._path, "a", encoding="utf-8", opener=private) as file,
+        ):
             file.write(json.dumps(line) + "\n")
 
 

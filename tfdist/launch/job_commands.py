@@ -27,7 +27,7 @@ def _jobs(flags: argparse.Namespace, words: list[str]) -> int:
 
 def _logs(flags: argparse.Namespace, words: list[str]) -> int:
     def show(text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text, colour=sys.stdout.isatty()))
         sys.stdout.flush()
 
     def tell(line: str) -> None:

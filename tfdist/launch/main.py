@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -38,6 +39,7 @@ from tfdist.runtime.launch_protocol import (
     PREEMPTED_CODE,
     RESULT,
     THREAD_VARIABLES,
+    TOKEN,
     TRANSIENT_CODE,
     note,
 )
@@ -109,6 +111,13 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         if refusal:
             console.notice(warning(refusal, colour))
 
+    if flags.rendezvous:
+        shared = token
+    elif flags.cluster:  # each host has its own launcher, and they know nothing of each other
+        shared = agent.read_token(None) if TOKEN in os.environ else b""
+    else:
+        shared = secrets.token_bytes(32)
+
     def plan(cluster: ClusterSpec, members: Sequence[Task], attempt: int, launch: str):
         return plan_tasks(
             cluster,
@@ -125,6 +134,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             data_workers=_data_addresses(flags.data_workers or 0, cluster),
             chaos=flags.chaos,
             standby=standby,
+            secret=agent.task_secret(shared, "" if flags.cluster else launch) if shared else "",
         )
 
     standby = not flags.on and (flags.restarts > 0 if flags.standby is None else flags.standby > 0)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import IO, TextIO
 
 from tfdist.launch.terminal_text import Line, clip, is_chatter, paint, printable
+from tfdist.runtime.launch_protocol import private
 
 # Interval at which an unfinished line is written as a line where it cannot be redrawn.
 SNAPSHOT_S = 10.0
@@ -90,7 +91,8 @@ class Console:
             )
 
     def notice(self, text: str) -> None:
-        """Show a message of the launcher itself."""
+        """Show a message of the launcher itself, which may quote a task."""
+        text = printable(text, self._colour)
         with self._lock:
             self._write(self._out, "", draw=False)
             self._write(self._err, text + "\n", draw=False)
@@ -138,7 +140,12 @@ class TaskOutput:
         self._console = console
         self._clock = clock
         log = open(  # noqa: SIM115
-            log_path, "w", encoding="utf-8", errors="surrogateescape", newline=""
+            log_path,
+            "w",
+            encoding="utf-8",
+            errors="surrogateescape",
+            newline="",
+            opener=private,
         )
         self._log: IO[str] | None = log
         self._thread = threading.Thread(target=self._copy, name=f"output of {task}", daemon=True)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from tfdist.cluster.addresses import bind_problem, join_address, resolve_address
+from tfdist.cluster.pending_connections import PendingConnections
 from tfdist.launch import json_channel
 from tfdist.launch.membership import Membership
 from tfdist.launch.messages import Decide, Finish, Terms
@@ -23,7 +24,7 @@ from tfdist.runtime.launch_protocol import TRANSIENT_CODE
 
 TICK_S = 0.1
 FAREWELL_S = 3.0  # time to send the outcome to the members
-HANDSHAKES = 64  # maximum at the same time; further clients must retry
+HANDSHAKES = 64  # maximum at the same time
 MAX_REJECTIONS = 100  # maximum number of lines about rejected connections
 
 _Event = Callable[[Membership], None]
@@ -92,7 +93,7 @@ class Rendezvous:
         self._channels: dict[int, json_channel.Channel] = {}
         self._lock = threading.Lock()  # guards the channels and the complaints
         self._rejections: set[tuple[str, type]] = set()
-        self._handshakes = threading.BoundedSemaphore(HANDSHAKES)
+        self._handshakes = PendingConnections(HANDSHAKES)
         self._finished = threading.Event()
         self._closing = threading.Event()
         self._threads = [
@@ -150,9 +151,7 @@ class Rendezvous:
             except OSError:  # closed, or out of descriptors: avoid a busy loop
                 time.sleep(TICK_S)
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                connection.close()
-                continue
+            self._handshakes.add(connection, peer[0])
             key += 1
             threading.Thread(
                 target=self._serve,
@@ -172,10 +171,10 @@ class Rendezvous:
                     f"{channel.peer} knows the token but did not send a request to join"
                 )
         except (OSError, ValueError) as error:
+            self._handshakes.remove(connection)
             connection.close()
             return self._report_rejection(host, error)
-        finally:
-            self._handshakes.release()
+        self._handshakes.remove(connection)
         with self._lock:
             self._channels[key] = channel
         now = self._clock()

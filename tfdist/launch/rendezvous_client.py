@@ -28,8 +28,9 @@ class RendezvousClient:
     """A host's membership in a launch: receives orders and sends reports.
 
     If the rendezvous is silent for as long as it would take to count this host as lost, or if the
-    connection ends, the order is `Cut`, and the client tries to join again. Any thread may call any
-    method. Only `order` and `close` block.
+    connection ends, the order is `Cut`, and the client tries to join again: for `join_timeout`, but
+    only for the restart window if the first host answers that nothing listens there. Any thread may
+    call any method. Only `order` and `close` block.
 
     Args:
         address: Address of the rendezvous as "host:port".
@@ -38,7 +39,7 @@ class RendezvousClient:
         slots: Number of workers that this host can run.
         command_digest: Digest of the command; a text that is equal on all hosts and may be shown.
         name: Name of the host for the user, default the machine's name.
-        join_timeout: Seconds for the rendezvous to appear, default 300.
+        join_timeout: Seconds for the rendezvous to appear, or to be reached again, default 300.
         ports: Function that finds that many free ports, default `free_ports` on every interface.
         show_line: Function that shows a line to the user.
         clock: Monotonic clock in seconds, default `time.monotonic`.
@@ -182,14 +183,21 @@ class RendezvousClient:
 
     def _run(self) -> None:
         try:
-            limit = self._clock() + self._join_timeout
-            reason = "it does not listen yet"
-            lost = f"no rendezvous at {self._address} after {self._join_timeout:g} s"
+            since = self._clock()
+            was_member = False
             while not self._closing.is_set():
-                channel, problem = self._join()
+                channel, reason, refused = self._join()
                 if channel is None:
-                    reason = problem or reason
-                    if self._finish or self._clock() >= limit:
+                    # A host that the network hides may come back and find the job running. If the
+                    # first host answers, but nothing listens, its launcher is gone.
+                    seconds = self._window if was_member and refused else self._join_timeout
+                    if self._finish or self._clock() - since >= seconds:
+                        lost = (
+                            f"lost the rendezvous at {self._address}, and could not connect again "
+                            f"within {seconds:g} s"
+                            if was_member
+                            else f"no rendezvous at {self._address} after {seconds:g} s"
+                        )
                         return self._end(TRANSIENT_CODE, f"{lost}: {reason}")
                     self._closing.wait(RETRY_S)
                     continue
@@ -198,16 +206,18 @@ class RendezvousClient:
                 if self._finish or self._closing.is_set():
                     return None
                 self._cut(f"lost the rendezvous at {self._address}: {reason}")
-                limit = self._clock() + self._window
-                lost = (
-                    f"lost the rendezvous at {self._address}, and could not connect again within "
-                    f"{self._window:g} s"
-                )
+                since = self._clock()
+                was_member = True
         except Exception as error:  # a bug here must not block the launcher
             self._end(1, f"the rendezvous client failed: {type(error).__name__}: {error}")
 
-    def _join(self) -> tuple[json_channel.Channel | None, str]:
-        """Join the launch; return the channel and "", or None and the reason for the failure."""
+    def _join(self) -> tuple[json_channel.Channel | None, str, bool]:
+        """Join the launch.
+
+        Returns:
+            The channel, "" and False; or None, the reason for the failure, and whether nothing
+            listens at the address.
+        """
         channel = None
         try:
             sent = self._clock()
@@ -226,18 +236,18 @@ class RendezvousClient:
             )
         except json_channel.WrongToken as error:
             self._end(CONFIGURATION_CODE, str(error))
-            return None, str(error)
+            return None, str(error), False
         except (OSError, LookupError, TypeError, ValueError) as error:
             if channel is not None:
                 channel.close()
-            return None, str(error)
+            return None, str(error), isinstance(error, ConnectionRefusedError)
         with self._lock:
             self._channel = channel
             self._generation = None
             self._reported = False
         self._beats = {}
         self._last_answered = sent
-        return channel, ""
+        return channel, "", False
 
     def _receive_orders(self, channel: json_channel.Channel) -> str:
         """Convert messages into orders until the connection is unusable; return the reason."""

@@ -16,7 +16,7 @@ import time
 import traceback
 
 from tfdist.launch.import_record import ImportRecorder
-from tfdist.runtime.launch_protocol import ERROR_FILE, IMPORTS_FILE
+from tfdist.runtime.launch_protocol import ERROR_FILE, IMPORTS_FILE, private
 
 _RUNNER_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 
@@ -92,7 +92,9 @@ def write_error(path: str | None, error: BaseException) -> None:
     }
     # A full disk must not hide the exception itself, which is printed next.
     with contextlib.suppress(OSError):
-        with open(f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
+        with open(
+            f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace", opener=private
+        ) as file:
             json.dump(record, file)
         os.replace(f"{path}.tmp", path)
 

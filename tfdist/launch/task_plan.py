@@ -100,6 +100,7 @@ def plan_tasks(
     data_workers: Sequence[str] = (),
     chaos: str | None = None,
     standby: bool = False,
+    secret: str = "",
 ) -> list[TaskPlan]:
     """Plan the tasks of a cluster that run on this host.
 
@@ -121,6 +122,8 @@ def plan_tasks(
         data_workers: Addresses of the data workers to start.
         chaos: Fault plan for the tasks, or None.
         standby: Whether the tasks record their imports for standby processes, default False.
+        secret: Secret that the tasks of this launch share; "" (default) for that of `environ`, if
+            any.
 
     Returns:
         One plan per member, then one per data worker.
@@ -154,9 +157,11 @@ def plan_tasks(
             **(dict.fromkeys(launch_protocol.THREAD_VARIABLES, share) if threads else {}),
             **({} if chaos is None else {launch_protocol.CHAOS: chaos}),
             **({launch_protocol.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
+            **({launch_protocol.TASK_SECRET: secret} if secret else {}),
         }
         full_environ = {**inherited, **task_environ}
         full_environ.pop("TF_CONFIG", None)  # it would describe another cluster
+        full_environ.pop(launch_protocol.TOKEN, None)
         if tf_config is not None:
             full_environ["TF_CONFIG"] = tf_config
         return TaskPlan(

@@ -11,8 +11,15 @@ LONGEST_LINE = 1 << 16  # characters, so that an endless line does not fill the 
 # Readable on dark and light backgrounds; red is reserved for errors.
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;:]*m")
-_OTHER_ESCAPE = re.compile(
-    r"\x1b(?:\[[0-9;:?]*(?:[@-ln-~]|$)|\][^\x07\x1b]*(?:\x07|\x1b\\|$)|[^\[\]]|$)"
+# Every escape character that does not begin a colour code is removed, so what is left of the text
+# around it cannot form a new sequence. ECMA-48 section 5.4 has the grammar; C1 controls are
+# one-character forms of escape sequences; bidirectional marks show text in another order.
+_CONTROL = re.compile(
+    r"(?P<colour>\x1b\[[0-9;:]*m)"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x9c|\x1b\\)?"
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
 # The format of glog. 303: libcuda is a stub, so there is no GPU driver, which is not an error on a
 # CPU machine.
@@ -69,17 +76,18 @@ def paint(text: str, index: int, colour: bool) -> str:
     return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if colour else text
 
 
-def printable(line: str, colour: bool) -> str:
-    r"""Remove cursor movements, and colours if unwanted; replace undecodable bytes by "?".
+def printable(text: str, colour: bool) -> str:
+    r"""Remove what controls a terminal, but keep colours if wanted, tabs and newlines.
+
+    Undecodable bytes become "?".
 
     Example:
         >>> printable("\x1b[2K\x1b[1mbold\x1b[", True), printable("\x1b[1mbold\x1b[0m", False)
         ('\x1b[1mbold\x1b[0m', 'bold')
     """
-    line = _OTHER_ESCAPE.sub("", line).encode("utf-8", "replace").decode("utf-8")
-    if not colour:
-        return _COLOUR_CODE.sub("", line)
-    return line + "\x1b[0m" if "\x1b" in line and not line.endswith("\x1b[0m") else line
+    text = _CONTROL.sub(lambda found: (colour and found["colour"]) or "", text)
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text + "\x1b[0m" if "\x1b" in text and not text.endswith("\x1b[0m") else text
 
 
 def is_chatter(line: str) -> bool:

@@ -31,6 +31,10 @@ ERROR_FILE = "TFDIST_ERROR_FILE"
 PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
 IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # record of the imports, for standby processes
 CHAOS = "TFDIST_CHAOS"
+TOKEN = "TFDIST_TOKEN"  # secret of the launchers, which no task receives
+# Secret of the tasks of a launch, with which they know each other. It does not let anybody join the
+# launchers or steer them.
+TASK_SECRET = "TFDIST_TASK_SECRET"
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -118,6 +122,16 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def task_secret(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return the secret that the tasks of this launch share; b"" if there is none.
+
+    Example:
+        >>> task_secret({"TFDIST_TASK_SECRET": "5ec2e7"}), task_secret({})
+        (b'5ec2e7', b'')
+    """
+    return (os.environ if environ is None else environ).get(TASK_SECRET, "").encode()
+
+
 def gets_repeated_signals(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether a scheduler sends this process the same SIGTERM more than once.
 
@@ -180,7 +194,7 @@ class Progress:
         line = f"{phase:8} {epoch:12} {step:12} {total:12} {self._beats:12}\n".encode()
         try:
             if self._file < 0:
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._file = private(self._path, os.O_WRONLY | os.O_CREAT)
             os.pwrite(self._file, line, 0)
         except OSError:  # a full disk must not end the training
             return
@@ -231,6 +245,14 @@ def read_heartbeat(path: str) -> HeartbeatRecord | None:
     return None
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file that only its user may read; an `opener` of `open`.
+
+    Output, tracebacks and variables of tasks may contain secrets.
+    """
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 def note(log_dir: str | None, event: str, **facts: Any) -> None:
     """Append an event with its time to the journal of a launch.
 
@@ -244,11 +266,7 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
     line = json.dumps({"time": time.time(), "event": event, **facts}) + "\n"
     # A single write to a file opened for appending keeps the lines of several processes apart.
     with contextlib.suppress(OSError):
-        descriptor = os.open(
-            os.path.join(log_dir, JOURNAL),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o644,
-        )
+        descriptor = private(os.path.join(log_dir, JOURNAL), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(descriptor, line.encode())
         finally:

@@ -153,14 +153,18 @@ class Hooks:
         """
         return contextlib.nullcontext()
 
-    def metric_totals(self, model: keras.Model) -> list:
+    def metric_totals(self, model: keras.Model) -> tuple[list, list]:
         """Return the values of `model.metrics_variables` over all replicas.
 
         The model's other state is synchronized over the replicas as well.
-        """
-        return []
 
-    def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+        Returns:
+            The totals, and the values of each replica `[replicas, ...]`. The second list is empty,
+            or has an empty array for each variable without such values.
+        """
+        return [], []
+
+    def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
         """Restore the values that `metric_totals` returned."""
 
     def sync_totals(self, model: keras.Model) -> list:

@@ -103,11 +103,11 @@ class FitWithoutStrategy(Hooks):
         self._replay = step
         return True
 
-    def metric_totals(self, model: keras.Model) -> list:
+    def metric_totals(self, model: keras.Model) -> tuple[list, list]:
         """Return the values of `model.metrics_variables`, if `fit` can resume within an epoch."""
-        return [] if self._feed is None else state.each_value(model.metrics_variables)
+        return [] if self._feed is None else state.each_value(model.metrics_variables), []
 
-    def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+    def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
         """Restore the values that `metric_totals` returned, at the next call of a step."""
         self._totals = totals  # Keras creates metrics in the first step
 

@@ -242,6 +242,70 @@ def test_foreign_connections_do_no_harm(sent, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def stranger_says(address, **fields):
+    """Send the message of an unknown process that has read one of ours; return the reply."""
+    with socket.create_connection(split_address(address)) as connection:
+        connection.sendall(json.dumps({"tfdist": 1, "attempt": "0", **fields}).encode() + b"\n")
+        return handshake.receive(connection, time.monotonic() + LONG_S)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"task": "worker:1", "cluster": "another", "versions": "same", "nonce": "a"},
+        {"task": "worker:1", "fault": "it gave up", "fault_of": "worker:1", "permanent": True},
+        {"task": "worker:1", "signature": "0" * 64},
+        {"task": "worker:1", "signature": 5},
+    ],
+)
+def test_a_stranger_without_the_secret_ends_no_launch(fields):
+    specs = members(ClusterSpec.local(workers=2))
+    options = {"versions": "same", "secret": b"of this launch"}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(preflight.check, specs[0], LONG_S, **options)
+        wait_for(specs[0].task.address)
+        reply = stranger_says(
+            specs[0].task.address, **{"cluster": handshake.fingerprint(specs[0]), **fields}
+        )
+        assert reply.keys() == {"tfdist", "signature"}
+        preflight.check(specs[1], LONG_S, **options)
+        assert first.exception() is None
+
+
+@pytest.mark.parametrize("other", [b"of another launch", b""])
+def test_a_task_of_another_launch_is_absent(other):
+    specs = members(ClusterSpec.local(workers=2))
+    for error in meet(specs, SHORT_S, secret=[b"of this launch", other]):
+        text = message(error, preflight.PeersAbsent)
+    assert "TFDIST_TASK_SECRET" in text or "Connection refused" in text
+
+
+def test_strangers_that_hold_connections_keep_no_task_out(monkeypatch):
+    monkeypatch.setattr(meeting.TaskServer, "at_once", 2)
+    monkeypatch.setattr(preflight, "EXCHANGE_S", LONG_S)
+    specs = members(ClusterSpec.local(workers=2))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        first = pool.submit(preflight.check, specs[0], LONG_S / 4, versions="same")
+        wait_for(specs[0].task.address)
+        address = split_address(specs[0].task.address)
+        held = [
+            stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+            for _ in range(8)
+        ]
+        assert held[0].recv(1) == b"", "the oldest makes room"
+        preflight.check(specs[1], LONG_S, versions="same")
+        assert first.exception() is None
+
+
+def wait_for(address):
+    limit = time.monotonic() + LONG_S
+    while time.monotonic() < limit:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(split_address(address)).close()
+        time.sleep(0.01)
+    pytest.fail(f"nobody listens at {address}")
+
+
 def test_early_connection_of_a_peers_tensorflow_delays_no_preflight(monkeypatch):
     monkeypatch.setattr(preflight, "EXCHANGE_S", LONG_S)
     specs = members(ClusterSpec.local(workers=2))

@@ -3,11 +3,14 @@
 import fcntl
 import io
 import os
+import re
 import struct
 import termios
 import time
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tfdist.launch.output import Console, TaskOutput
 from tfdist.launch.terminal_text import Line, clip, printable, wants_colour
@@ -105,6 +108,7 @@ def test_log_and_console_of_a_task(console, tmp_path):
     os.write(writing, ("a\n" + bar(1, 0) + bar(2, 15) + "\n").encode() + b"\xff raw\nno newline")
     os.close(writing)
     output.join(5)
+    assert (tmp_path / "log").stat().st_mode & 0o077 == 0, "others may not read it"
     logged = (tmp_path / "log").read_bytes()
     assert logged == "a\n\x1b[1m2/3\x1b[0m ━━ loss: 0.5\n".encode() + b"\xff raw\nno newline\n"
     lines = ("a", "2/3 ━━ loss: 0.5", "? raw", "no newline")
@@ -151,6 +155,34 @@ def test_cursor_movements_are_removed():
         printable("\x1b[2K\x1b[1Aa\x1b]0;title\x07b\x1b[31mc", colour=True) == "ab\x1b[31mc\x1b[0m"
     )
     assert printable("\x1b[31mc\x1b", colour=False) == "c"
+
+
+CONTROLS = (
+    *("\x1b", "\x1b[", "[", "]", "2", "1K", "J", "31m", ";", "?", " ", "\\", "P", "0", "a", "\t"),
+    *("\x07", "\x0e", "\r", "\x7f", "\x84", "\x90", "\x9b", "\x9c", "\x9d", "\u202e", "\u2066"),
+)
+
+
+@given(text=st.lists(st.sampled_from(CONTROLS), max_size=30).map("".join), colour=st.booleans())
+@example(text="\x1b[2\x1b[1KJ", colour=True)
+@example(text="\x1b\x1b[31m[2J", colour=False)
+def test_nothing_but_colours_controls_the_terminal(text, colour):
+    shown = printable(text, colour)
+    assert printable(shown, colour) == shown
+    plain = re.sub(r"\x1b\[[0-9;:]*m", "", shown)
+    assert plain.replace("\t", "").isprintable()
+    assert colour or plain == shown
+
+
+def test_text_of_all_languages_is_shown():
+    text = "naïve\tДж 你好 👩\u200d🔬 ━ שלום"
+    assert printable(text, colour=False) == text
+
+
+def test_messages_that_quote_a_task_do_not_control_the_terminal(console):
+    board, _, err = console()
+    board.notice("ROOT CAUSE: worker:0 failed: \x1b]0;title\x07a\n\x1b[2Jlog")
+    assert err.getvalue() == "ROOT CAUSE: worker:0 failed: a\nlog\n"
 
 
 def test_a_drawn_line_fits_the_terminal():

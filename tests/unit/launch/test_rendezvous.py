@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -279,6 +280,42 @@ def test_foreign_connections_do_no_harm(house):
         starts(house.join("a"))
     house.says("rejected a connection")
     house.says("another version")
+
+
+@contextlib.contextmanager
+def crowd(address, count):
+    """Keep `count` silent connections from 127.0.0.2 open, and replace those that end."""
+
+    def come():
+        return socket.create_connection(split_address(address), source_address=("127.0.0.2", 0))
+
+    def stay():
+        while not over.is_set():
+            for one in select.select(connections, [], [], 0.05)[0]:
+                with contextlib.suppress(ConnectionError):
+                    if one.recv(4096):
+                        continue
+                connections.remove(one)
+                one.close()
+                connections.append(come())
+
+    connections = [come() for _ in range(count)]
+    over = threading.Event()
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(LONG_S)
+        for connection in connections:
+            connection.close()
+
+
+def test_strangers_that_hold_connections_keep_no_host_out(house):
+    server = house.serve(1, 1)
+    with crowd(server.address, rendezvous.HANDSHAKES + 8):
+        starts(house.join("a", join_timeout=json_channel.HANDSHAKE_S - 1))
 
 
 def test_a_failure_stops_the_others_and_the_policy_is_asked(house):
@@ -629,12 +666,21 @@ def test_job_shrinks_without_a_partitioned_host_and_grows_back(house):
         get(a, Stop)
         a.stopped()
         assert starts(a)[0].addresses[1:] == ()
+        assert b.order(0.6) is None, "it has not given up after the restart window"
         network.cut.clear()
-        finishes(75, "lost the rendezvous", b)
-        back = house.join("b", address=network.address)
         assert get(a, Stop).gently
         a.stopped()
-        assert starts(a, back)[0].generation == 2
+        assert starts(a, b)[0].generation == 2
+
+
+def test_a_partitioned_host_gives_up_after_the_join_timeout(house):
+    house.serve(1, 2, restarts=1, window=0.1)
+    with Network(house.server.address) as network:
+        b = house.join("b", address=network.address, join_timeout=1.5)
+        starts(b)
+        network.cut.set()
+        get(b, Cut)
+        finishes(75, "could not connect again within 1.5 s", b)
 
 
 # The assembly by itself: the clock is a number.

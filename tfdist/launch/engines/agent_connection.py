@@ -353,6 +353,6 @@ class RemoteTask:
 def _replace(path: str, text: str) -> None:
     """Write a file so that a reader sees the whole text, or the former one."""
     with contextlib.suppress(OSError):
-        with open(f"{path}.part", "wb") as file:
+        with open(f"{path}.part", "wb", opener=launch_protocol.private) as file:
             file.write(bytes_of(text))
         os.replace(f"{path}.part", path)

@@ -166,6 +166,7 @@ class _Task:
             launch_protocol.ERROR_FILE: self._error_path,
             launch_protocol.PROGRESS_FILE: self._progress_path,
         }
+        environ.pop(launch_protocol.TOKEN, None)
         self._popen = subprocess.Popen(
             order["argv"],
             env=environ,

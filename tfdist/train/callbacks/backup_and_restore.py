@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from absl import logging
 
 from tfdist.backup import result, state
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Store, StoredSnapshot
-from tfdist.keras_compat import engine_of, install, set_first_epoch
+from tfdist.keras_compat import engine_of, install, pass_counters, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.train.callbacks import log_files, sharded_snapshot
 from tfdist.train.health import preemption
@@ -29,6 +30,7 @@ from tfdist.train.hooks import Hooks, bind
 from tfdist.train.without_strategy import FitWithoutStrategy
 
 _METRICS = "metrics/"
+_PARTS = "metrics of replicas/"
 _SYNC = "sync/"
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
@@ -100,7 +102,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._opened = False
         self._first_epoch = 0
         self._replay_until = 0
-        self._train_totals: list | None = None  # metric totals of the epoch that is being validated
+        # Metric totals of the epoch that is being validated, and those of each replica.
+        self._train_totals: tuple[list, list] | None = None
+        # Counters of the passes over the validation data, and their values before its next pass.
+        self._validation_passes: list = []
+        self._next_validation: list[int] = []
 
     def run_fit(self, model: keras.Model, keras_method: Callable, *args: Any, **kwargs: Any):
         """Run a `fit` of a model that has no engine; the hook on `keras.Model.fit` calls this.
@@ -131,7 +137,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 if isinstance(callback, BackupAndRestore):
                     after.callback(callback.release)
                     after.callback(setattr, callback, "_engine_of_fit", None)
-                    callback.prepare(callbacks, True, call["initial_epoch"], engine)
+                    callback.prepare(
+                        callbacks, True, call["initial_epoch"], call["validation_data"], engine
+                    )
             with engine.running():
                 return keras_method(model, **call["kwargs"])
 
@@ -140,6 +148,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         callbacks: Sequence[keras.callbacks.Callback],
         writes: bool,
         first_epoch: int = 0,
+        validation_data: Any = None,
         engine: Hooks | None = None,
     ) -> None:
         """Read the snapshots and rewind the logs, before Keras starts a `fit`.
@@ -150,8 +159,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             callbacks: All callbacks of the fit. Their state is saved and restored.
             writes: Whether this process writes the snapshots.
             first_epoch: Epoch at which the fit starts if there is no snapshot.
+            validation_data: Validation data of the fit. The order of a data pipeline of
+                `tfdist.data` continues too.
             engine: Engine of the fit. None: that of the model's strategy.
         """
+        is_dataset = isinstance(validation_data, tf.data.Dataset)
+        self._validation_passes = pass_counters(validation_data) if is_dataset else []
         self._engine_of_fit = engine
         self._callbacks = list(callbacks)
         self.writes = writes
@@ -262,7 +275,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._restored = self._newest.snapshot if self._newest is not None else None
         if self._restored is not None:
             self._restore(self._restored)
+            self._note_validation()
         else:
+            self._note_validation()
             self._save(self._first_epoch, 0, state.of_history([], {}), first=True)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -274,7 +289,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if snapshot is not None:
             state.into_history(snapshot.facts["history"], self.model.history)
             if self._replay_until:
-                self._engine.set_metric_totals(self.model, arrays_of(_METRICS, snapshot))
+                self._engine.set_metric_totals(
+                    self.model, arrays_of(_METRICS, snapshot), arrays_of(_PARTS, snapshot)
+                )
         if self._every_seconds:
             self._pause(1)
         elif self.save_freq != "epoch":
@@ -321,6 +338,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """See `keras.callbacks.Callback`."""
         self._replay_until = 0
         self._train_totals = None
+        self._note_validation()
         if self.save_freq == "epoch":
             # Keras' History callback runs last, so it does not have this epoch yet.
             history = self.model.history
@@ -366,6 +384,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self.release()
         if requested:  # the signal came too late for this fit to act on it
             preemption.resend()
+
+    def _note_validation(self) -> None:
+        self._next_validation = [counter.next for counter in self._validation_passes]
 
     # --- Saving -----------------------------------------------------------------------------------
     def _pause(self, ahead: int) -> None:
@@ -416,7 +437,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """
         self._steps_since_save = 0
         self._saved_at = time.monotonic()
-        totals = (self._train_totals or self._engine.metric_totals(self.model)) if step else []
+        totals: list = []
+        parts: list = []
+        if step:
+            totals, parts = self._train_totals or self._engine.metric_totals(self.model)
         synced = self._engine.sync_totals(self.model)
         if state.is_sharded(self.model):
             self._finish()  # the number of the next snapshot is unknown while one is being written
@@ -433,6 +457,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "steps": self.params.get("steps"),
             "a_call": self.model.steps_per_execution,
             "data": self._engine.data_position(epoch, step),
+            "validation": self._next_validation,
             "history": history,
             "callbacks": state.of_callbacks(self._others()),
             "logs": log_files.sizes(self._callbacks),
@@ -447,6 +472,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             **random_state.arrays,
             **state.best_of_callbacks(self._others()),
             **numbered(_METRICS, totals),
+            **numbered(_PARTS, parts),
             **numbered(_SYNC, synced),
         }
         self._finish()
@@ -540,6 +566,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             first=first_replica,
         )
         state.into_random(snapshot)
+        # Before the position in the training data, which may be the same data pipeline.
+        numbers = snapshot.facts.get("validation", ())
+        for counter, number in zip(self._validation_passes, numbers, strict=False):
+            counter.next = number
         if synced := arrays_of(_SYNC, snapshot):
             self._engine.set_sync_totals(self.model, synced)
         stopped = snapshot.facts["stopped"] is not None and snapshot.facts[

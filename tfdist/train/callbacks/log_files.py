@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -117,7 +118,7 @@ def check_places(callbacks: Iterable[keras.callbacks.Callback]) -> None:
         callbacks: Callbacks of a fit.
 
     Raises:
-        ValueError: If a Keras TensorBoard callback has such a `log_dir`.
+        ValueError: If a TensorBoard callback has such a `log_dir`.
     """
     for board in _boards(callbacks):
         place = os.fspath(board.log_dir)
@@ -126,6 +127,17 @@ def check_places(callbacks: Iterable[keras.callbacks.Callback]) -> None:
                 f"TensorBoard(log_dir={place!r}): TensorFlow cannot write event files there. Use "
                 "tfdist.TensorBoard, which writes them to a local directory and uploads them."
             )
+        if "://" in place or getattr(board, "follows", False):
+            continue
+        try:
+            os.makedirs(place, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"TensorBoard(log_dir={place!r}): expected a directory that can be written, "
+                f"received {error.strerror}. Change its permissions, or name another directory."
+            ) from error
 
 
 def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]:

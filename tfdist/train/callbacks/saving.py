@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 
@@ -16,7 +17,10 @@ from tfdist.train.callbacks.tensorboard import TensorBoard
 
 @contextlib.contextmanager
 def backing(
-    callbacks: Sequence[keras.callbacks.Callback], writes: bool, first_epoch: int = 0
+    callbacks: Sequence[keras.callbacks.Callback],
+    writes: bool,
+    first_epoch: int = 0,
+    validation_data: Any = None,
 ) -> Iterator[None]:
     """Prepare the saving callbacks of a `fit`, run it, and release them afterwards.
 
@@ -26,11 +30,12 @@ def backing(
         callbacks: All callbacks of the fit.
         writes: Whether this process writes the snapshots.
         first_epoch: Epoch at which the fit starts if there is no snapshot.
+        validation_data: Validation data of the fit.
     """
     log_files.check_places(callbacks)
     backups = _backups(callbacks)
     for callback in backups:
-        callback.prepare(callbacks, writes, first_epoch)
+        callback.prepare(callbacks, writes, first_epoch, validation_data)
     try:
         yield
     finally:

@@ -78,7 +78,10 @@ class Coordinator(Hooks):
         _check_end("fit", call["x"], steps, "steps_per_epoch")
         _check_end("fit", call["validation_data"], call["validation_steps"], "validation_steps")
         self.heartbeat.begin(call["initial_epoch"], steps or length(call["x"]))
-        with backing(callbacks, True, call["initial_epoch"]), self._during("fit", call["x"]):
+        with (
+            backing(callbacks, True, call["initial_epoch"], call["validation_data"]),
+            self._during("fit", call["x"]),
+        ):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -193,11 +196,11 @@ class Coordinator(Hooks):
             self._training_stream.position.go_to(epoch, 0, position)
         return False
 
-    def metric_totals(self, model: keras.Model) -> list:
-        """Return an empty list, after all dispatched steps are done."""
+    def metric_totals(self, model: keras.Model) -> tuple[list, list]:
+        """Return empty lists, after all dispatched steps are done."""
         if self._active is not None:
             self._active.join()
-        return []
+        return [], []
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]

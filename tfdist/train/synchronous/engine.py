@@ -125,7 +125,8 @@ class Engine(Hooks):
             # Keras warns that its default True has no effect on a Dataset.
             call["kwargs"].setdefault("shuffle", False)
         callbacks = self._restrict_to_chief(call)
-        with backing(callbacks, self.placement.is_chief, call["initial_epoch"]):
+        data = call["validation_data"]
+        with backing(callbacks, self.placement.is_chief, call["initial_epoch"], data):
             return self._fit(model, keras_method, call, callbacks)
 
     def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
@@ -421,14 +422,14 @@ class Engine(Hooks):
         """Return the values of a model's variables, copied to the host."""
         return self._replica_state(model).values(variables)
 
-    def metric_totals(self, model: keras.Model) -> list:
-        """Return the values of the metrics' variables over all replicas."""
+    def metric_totals(self, model: keras.Model) -> tuple[list, list]:
+        """Return the values of the metrics' variables over all replicas, and of each replica."""
         self._replica_state(model).sync_replicas()
-        return self._replica_state(model).totals(metric_variables(model))
+        return self._replica_state(model).parts(metric_variables(model))
 
-    def set_metric_totals(self, model: keras.Model, totals: list) -> None:
+    def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
         """Restore the values that `metric_totals` returned."""
-        self._replica_state(model).set_totals(metric_variables(model), totals)
+        self._replica_state(model).set_totals(metric_variables(model), totals, parts)
 
     def sync_totals(self, model: keras.Model) -> list:
         """Return the state of the synchronization policy over all replicas."""

@@ -23,6 +23,10 @@ from tfdist.train.synchronous.assigned_weights import check_equal, weights_among
 from tfdist.train.synchronous.gathered_metrics import is_gathered
 from tfdist.train.synchronous.replica_step import local_replica, moving_state
 
+# Maximum number of values of which a snapshot has the part of each replica. The variables of larger
+# metrics are mostly counts, such as confusion matrices, whose sums are exact.
+MAX_PARTS = 1 << 16
+
 
 class ReplicaState:
     """Collectives of one model outside of its steps.
@@ -100,16 +104,84 @@ class ReplicaState:
         with self._bound():
             return [value.numpy() for value in function()]
 
-    def set_totals(self, variables: Sequence[keras.Variable], totals: list[np.ndarray]) -> None:
-        """Set such variables on all replicas, so that `totals` returns these values."""
+    def parts(
+        self, variables: Sequence[keras.Variable]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the totals of such variables, and the parts of the replicas.
+
+        A run that resumes with the parts adds to each exactly what this run adds to it. From the
+        total, it would get sums that are rounded in another way.
+
+        Returns:
+            The totals as `totals` returns them, and for each variable the value on each replica,
+            float64 `[replicas, ...]`; empty if there are too many values, or if all are in the
+            total.
+        """
+        if self._placement.replicas == 1 or not variables:
+            totals = self.totals(variables)
+            return totals, [np.zeros(0)] * len(totals)
+        gathered = [is_gathered(v) for v in variables]
+        has_parts = [
+            not whole and np.prod(v.shape) * self._placement.replicas <= MAX_PARTS
+            for v, whole in zip(variables, gathered, strict=True)
+        ]
+        function = self._traced(
+            f"parts {gathered}", variables, lambda: self._parts(variables, has_parts)
+        )
+        with self._bound():
+            flat = function().numpy()
+        totals, parts = [], []
+        for v, has in zip(variables, has_parts, strict=True):
+            shape = [self._placement.replicas, *v.shape] if has else list(v.shape)
+            values, flat = np.split(flat, [int(np.prod(shape))])
+            values = values.reshape(shape)
+            parts.append(values if has else np.zeros(0))
+            totals.append(_total_of(v, values) if has else values)
+        return totals, parts
+
+    def _parts(self, variables: Sequence[keras.Variable], has_parts: Sequence[bool]) -> tf.Tensor:
+        """Return the parts of variables, or their totals, flat."""
+
+        def gather():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            replicas = self._placement.replicas
+            local = local_replica(self._placement)
+            flat = []
+            for v, has in zip(variables, has_parts, strict=True):
+                copy = local_component(v, local)
+                flat.append(
+                    _table(tf.reshape(tf.cast(copy, tf.float64), [-1]), replica, replicas)
+                    if has
+                    else _share_of(v, copy, replica, replicas)
+                )
+            return _all_sum(tf.concat(flat, 0), replicas)
+
+        return self._strategy.experimental_local_results(self._strategy.run(gather))[0]
+
+    def set_totals(
+        self,
+        variables: Sequence[keras.Variable],
+        totals: list[np.ndarray],
+        parts: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Set such variables on all replicas, so that `totals` returns these values.
+
+        Args:
+            variables: The variables.
+            totals: The totals.
+            parts: Values as `parts` returns them, for the same number of replicas; others are
+                ignored.
+        """
         with self._strategy.scope():
-            for variable, total in zip(variables, totals, strict=True):
+            for i, (variable, total) in enumerate(zip(variables, totals, strict=True)):
+                shape = (self._placement.replicas, *np.shape(total))
+                own = parts[i] if i < len(parts) and np.shape(parts[i]) == shape else None
                 for local in range(self._placement.local_replicas):
-                    first = (
-                        self._placement.first_replica + local == 0 or variable.aggregation != "sum"
-                    )
+                    replica = self._placement.first_replica + local
+                    first = replica == 0 or variable.aggregation != "sum"
+                    value = total if first else np.zeros_like(total)
                     copy = local_component(variable, local)
-                    copy.assign(tf.cast(total if first else np.zeros_like(total), copy.dtype))
+                    copy.assign(tf.cast(value if own is None else own[replica], copy.dtype))
 
     def fingerprint(self) -> float:
         """Return a number that almost always differs between workers whose weights differ.
@@ -160,11 +232,8 @@ class ReplicaState:
                 copy *= tf.cast(1 + tf.range(tf.size(copy)) % 7, tf.float64)
                 sums.append(tf.reduce_sum(copy))
                 bounds.append(tf.reduce_sum(tf.abs(copy)))
-            own = tf.one_hot(replica, self._placement.replicas, on_value=True, off_value=False)
-            row = tf.stack(sums + bounds)[None, :]
-            # A product with zeros would spread NaN.
-            table = tf.where(own[:, None], row, tf.zeros_like(row))
-            return _all_sum(tf.reshape(table, [-1]), self._placement.replicas)
+            replicas = self._placement.replicas
+            return _all_sum(_table(tf.stack(sums + bounds), replica, replicas), replicas)
 
         return self._strategy.experimental_local_results(self._strategy.run(gather))[0]
 
@@ -377,6 +446,20 @@ def _row(row, replica, placement: Placement):
     one_hot = tf.one_hot(placement.rank, placement.workers, dtype=tf.float64)
     is_first = tf.cast(tf.equal(replica, placement.first_replica), tf.float64)
     return tf.reshape(one_hot[:, None] * row[None, :] * is_first, [-1])
+
+
+def _table(row, replica, replicas: int):
+    """Return a replica's numbers in a row of their own among zeros, flattened."""
+    own = tf.one_hot(replica, replicas, on_value=True, off_value=False)[:, None]
+    # A product with zeros would spread NaN.
+    return tf.reshape(tf.where(own, row[None, :], tf.zeros_like(row)[None, :]), [-1])
+
+
+def _total_of(variable: keras.Variable, parts: np.ndarray) -> np.ndarray:
+    """Return the total of a variable over the replicas from its parts `[replicas, ...]`."""
+    if variable.aggregation == "sum":
+        return parts.sum(0)
+    return parts.mean(0) if variable.aggregation == "mean" else parts[0]
 
 
 def _all_sum(x, replicas: int):

@@ -174,12 +174,12 @@ def same(actual, expected):
     assert actual["ended"]
     assert actual["iterations"] == expected["iterations"] == STEPS * EPOCHS
     assert actual["epochs"] == expected["epochs"]
-    assert actual["best"] == pytest.approx(expected["best"], rel=1e-6)
+    assert actual["best"] == expected["best"]
     assert set(actual["history"]) == set(expected["history"])
     for name, values in expected["history"].items():
-        np.testing.assert_allclose(actual["history"][name], values, rtol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(actual["history"][name], values, err_msg=name)
     for a, b in zip(actual["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.fixture(scope="module")
