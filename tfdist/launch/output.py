@@ -22,6 +22,8 @@ from tfdist.runtime.launch_protocol import private
 
 # Interval at which an unfinished line is written as a line where it cannot be redrawn.
 SNAPSHOT_S = 10.0
+LOG_CHARACTERS = 100_000_000  # of a log file, which then gets the ending of `FORMER`
+FORMER = ".1"  # ending of the one former log file that is kept
 
 
 class Console:
@@ -139,17 +141,21 @@ class TaskOutput:
         self._pipe = pipe
         self._console = console
         self._clock = clock
-        log = open(  # noqa: SIM115
-            log_path,
+        self._log_path = log_path
+        self._log: IO[str] | None = self._open()
+        self._thread = threading.Thread(target=self._copy, name=f"output of {task}", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> IO[str]:
+        self._written = 0
+        return open(
+            self._log_path,
             "w",
             encoding="utf-8",
             errors="surrogateescape",
             newline="",
             opener=private,
         )
-        self._log: IO[str] | None = log
-        self._thread = threading.Thread(target=self._copy, name=f"output of {task}", daemon=True)
-        self._thread.start()
 
     def join(self, seconds: float) -> None:
         """Wait for the end of the pipe, at most `seconds`.
@@ -186,7 +192,11 @@ class TaskOutput:
         if not self._log or not lines:
             return
         try:
-            self._log.write("".join(line + "\n" for line in lines))
+            if self._written > LOG_CHARACTERS:
+                self._log.close()
+                os.replace(self._log_path, self._log_path + FORMER)
+                self._log = self._open()
+            self._written += self._log.write("".join(line + "\n" for line in lines))
             self._log.flush()
         # A full disk must not stop this thread from reading: the task would block on its pipe.
         except OSError as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Protocol
 
 from tfdist.launch.failures import Ending, last_stacks
-from tfdist.launch.output import Console, TaskOutput
+from tfdist.launch.output import FORMER, Console, TaskOutput
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, HeartbeatRecord, Phase, read_heartbeat
@@ -126,7 +126,8 @@ class Process:
         self._time: float | None = None
         self._hang: str | None = None
         self.stopped = False  # whether the kernel had stopped it when the attempt failed
-        traces = (plan.error_path, plan.progress_path, plan.environ.get(IMPORTS_FILE))
+        former = plan.log_path + FORMER
+        traces = (plan.error_path, plan.progress_path, plan.environ.get(IMPORTS_FILE), former)
         for path in filter(None, traces):  # left by an earlier launch into the same directory
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
@@ -258,13 +259,16 @@ class Process:
 
     def log_tail(self) -> str:
         """Return the tail of its log."""
-        try:
-            with open(self.plan.log_path, "rb") as file:
+        tail = b""
+        for path in (self.plan.log_path, self.plan.log_path + FORMER):
+            # It was removed, or there is no former file.
+            with contextlib.suppress(OSError), open(path, "rb") as file:
                 file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
-                return file.read().decode("utf-8", "replace")
-        except OSError:  # it was removed
-            return ""
+                file.seek(max(0, file.tell() - (LOG_TAIL_BYTES - len(tail))))
+                tail = file.read() + tail
+            if len(tail) >= LOG_TAIL_BYTES:
+                break
+        return tail.decode("utf-8", "replace")
 
 
 def start_local(

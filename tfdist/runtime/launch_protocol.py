@@ -43,6 +43,10 @@ THREAD_VARIABLES = (
 )  # thread pool sizes of a task
 
 JOURNAL = "events.jsonl"  # in the log directory
+# Size from which on the journal takes no more events of single saves, the only ones without a bound
+# on their number. Some 100,000 saves fit.
+JOURNAL_BYTES = 32 << 20
+OF_SAVES = ("saving", "saved")
 MET = "met"  # event of a task in the journal
 RESULT = "result.tfdist"  # in the log directory of a launch with a fault plan
 
@@ -268,7 +272,8 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
     with contextlib.suppress(OSError):
         descriptor = private(os.path.join(log_dir, JOURNAL), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.write(descriptor, line.encode())
+            if event not in OF_SAVES or os.fstat(descriptor).st_size < JOURNAL_BYTES:
+                os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
 

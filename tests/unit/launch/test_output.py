@@ -115,6 +115,20 @@ def test_log_and_console_of_a_task(console, tmp_path):
     assert out.getvalue() == "".join(f"[worker:1] {line}\n" for line in lines)
 
 
+def test_a_log_without_end_keeps_its_last_two_files(console, tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.launch.output.LOG_CHARACTERS", 3)
+    reading, writing = os.pipe()
+    pipe = os.fdopen(reading, "rb")
+    output = TaskOutput("worker:1", pipe, str(tmp_path / "log"), console()[0])
+    for number in range(4):
+        os.write(writing, b"line %d\n" % number)
+        taken(pipe)
+    os.close(writing)
+    output.join(5)
+    assert (tmp_path / "log").read_text() == "line 3\n"
+    assert (tmp_path / "log.1").read_text() == "line 2\n"
+
+
 def test_a_quiet_bar_reaches_the_log_now_and_then(console, tmp_path):
     board, out, _ = console()
     reading, writing = os.pipe()

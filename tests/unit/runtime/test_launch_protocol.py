@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tfdist.runtime import launch_protocol
 from tfdist.runtime.launch_protocol import (
     JOURNAL,
     Phase,
@@ -64,3 +65,11 @@ def test_damaged_lines_of_a_journal_are_left_out(tmp_path):
     note(str(tmp_path), "over", code=0)
     assert read_journal(str(tmp_path))[:-1] == whole
     assert read_journal(str(tmp_path))[-1]["event"] == "over"
+
+
+def test_a_full_journal_takes_no_more_saves(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_protocol, "JOURNAL_BYTES", 1)
+    for event in ("saving", "saving", "over"):
+        note(str(tmp_path), event, code=0)
+    assert [line["event"] for line in read_journal(str(tmp_path))] == ["saving", "over"]
+    assert (tmp_path / launch_protocol.JOURNAL).stat().st_mode & 0o077 == 0
