@@ -91,7 +91,7 @@ def points(root):
         (v.tag, event.step)
         for event in events
         for v in event.summary.value
-        if not v.tag.startswith(("speed/", "keras"))
+        if not v.tag.startswith(("speed/", "goodput/", "keras"))
     )
 
 

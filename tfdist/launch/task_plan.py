@@ -100,6 +100,7 @@ def plan_tasks(
     data_workers: Sequence[str] = (),
     chaos: str | None = None,
     standby: bool = False,
+    stragglers: str | None = None,
 ) -> list[TaskPlan]:
     """Plan the tasks of a cluster that run on this host.
 
@@ -121,6 +122,7 @@ def plan_tasks(
         data_workers: Addresses of the data workers to start.
         chaos: Fault plan for the tasks, or None.
         standby: Whether the tasks record their imports for standby processes, default False.
+        stragglers: Definition of a straggler, for which all tasks measure their steps; or None.
 
     Returns:
         One plan per member, then one per data worker.
@@ -153,6 +155,7 @@ def plan_tasks(
             launch_protocol.PROGRESS_FILE: f"{stem}.progress",
             **(dict.fromkeys(launch_protocol.THREAD_VARIABLES, share) if threads else {}),
             **({} if chaos is None else {launch_protocol.CHAOS: chaos}),
+            **({} if stragglers is None else {launch_protocol.STRAGGLERS: stragglers}),
             **({launch_protocol.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
         }
         full_environ = {**inherited, **task_environ}
