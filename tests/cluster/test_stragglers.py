@@ -1,9 +1,15 @@
 """Test that the launcher replaces stragglers: after a snapshot, and no more often than allowed."""
 
+import json
+
 import pytest
 
-from tests.launches import Launch
+from tests.cluster.scripts.slowed import EPOCHS, STEPS
+from tests.launches import ROOT, Launch
 from tfdist.runtime.launch_protocol import read_journal
+
+TIMEOUT_S = 240
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 # Tasks that train for ever, save when they are asked to end, and whose chief names worker:1.
 SCRIPT = """
@@ -69,6 +75,31 @@ def test_slow_worker_stays_where_a_restart_would_lose_all_steps(launch):
     assert code == 0, err
     assert len(events(launch, "attempt")) == 1
     assert "is slower" not in err
+
+
+def test_worker_with_slow_data_is_named_and_replaced(launch):
+    """With TensorFlow, no callback measures the steps, and the launcher asks for it."""
+    launch.bound = TIMEOUT_S
+    code, out, err = launch.run(
+        *("--workers", "2", "--standby", "0", "--replace-stragglers", "1"),
+        *("--straggler-window", "2"),
+        command=(str(ROOT / "tests" / "cluster" / "scripts" / "slowed.py"), "."),
+    )
+    assert code == 0, err
+    assert "worker:1 on 127.0.0.1 is a straggler: without waiting for others" in out
+    assert "worker:1 was slow: restart that does not count" in err
+    (line,) = [line for line in events(launch, "straggler") if line["attempt"] == 0]
+    assert (line["task"], line["host"]) == ("worker:1", "127.0.0.1")
+    assert line["slower"] > 0.5
+    first, second = events(launch, "ended")
+    assert set(first["codes"].values()) == {42}
+    assert (
+        sum(ended["accounts"]["worker:0"]["steps"] for ended in (first, second)) == EPOCHS * STEPS
+    )
+    assert first["accounts"]["worker:0"]["sync"] > first["accounts"]["worker:1"]["sync"]
+    for task in ("worker-0", "worker-1"):
+        facts = json.loads((launch.directory / f"{task}.json").read_text())
+        assert facts == {"epochs": list(range(EPOCHS)), "steps": EPOCHS * STEPS}
 
 
 @pytest.mark.parametrize(

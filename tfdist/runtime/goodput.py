@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfdist.runtime.formatting import duration
-from tfdist.runtime.launch_protocol import Phase, clock, read_heartbeat
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Phase, clock, read_heartbeat
 from tfdist.runtime.time_account import RECORDED, Account
 
 Line = Mapping[str, Any]  # of a journal, as `launch_protocol.check_event` returns it
@@ -32,7 +32,7 @@ CATEGORIES = {
     "lost": "steps that ran a second time, as a failure took their result",
     "detection": "from the last sign of life to the detection of a failure",
     "startup": "until the first step: processes, imports, cluster, model, data",
-    "restart": "the same after a failure, and the end of the tasks before it",
+    "restart": "the same after a failure or preemption, and the end of the tasks before it",
     "queue": "waiting for machines of the engine",
     "idle": "Python around the steps, callbacks, the end, between launches",
 }
@@ -145,7 +145,8 @@ def measure(journals: Sequence[Sequence[Line]]) -> Goodput:
         >>> journal = [
         ...     {"time": 0.0, "event": "launch"},
         ...     {"time": 0.0, "event": "attempt", "attempt": 0},
-        ...     {"time": 10.0, "event": "ended", "attempt": 0, "accounts": {"worker:0": account}},
+        ...     {"time": 10.0, "event": "ended", "attempt": 0, "codes": {},
+        ...      "accounts": {"worker:0": account}},
         ...     {"time": 10.0, "event": "over", "code": 0},
         ... ]
         >>> goodput = measure([journal])
@@ -203,7 +204,8 @@ def so_far(journal: Sequence[Line], attempt: int, account: Account, total: int) 
     """
     now = time.time()
     fact = account_fact(account, Phase.RUNNING, total, 0.0)
-    ended = {"time": now, "event": "ended", "attempt": attempt, "accounts": {"here": fact}}
+    ended = {"time": now, "event": "ended", "attempt": attempt, "codes": {}}
+    ended["accounts"] = {"here": fact}
     begin = next((x for x in journal if x["event"] == "attempt" and x["attempt"] == attempt), None)
     if begin is None:
         since = now - sum(account.seconds.values())
@@ -320,11 +322,16 @@ def _attempts(
             end - start,
             0.0 if detected is None else max(0.0, end - detected),
             failed=detected is not None,
+            preempted=PREEMPTED_CODE in _codes(ended),
             starting="restart" if count else "startup",
             ending="restart" if followed else "idle",
         )
         if not followed:
             whole["idle"] += events[-1][0] - end
+
+
+def _codes(ended: tuple[float, Line] | None) -> Iterable[Any]:
+    return () if ended is None else ended[1]["codes"].values()
 
 
 def _accounts(journal: Sequence[Line], attempt: int) -> list[Line]:
@@ -356,6 +363,7 @@ def _attempt(
     teardown: float,
     *,
     failed: bool,
+    preempted: bool,
     starting: str,
     ending: str,
 ) -> _Attempt:
@@ -366,6 +374,7 @@ def _attempt(
         seconds: Time of the attempt.
         teardown: Time from the detection of a failure to its end.
         failed: Whether a failure was detected.
+        preempted: Whether the tasks were asked to end.
         starting: Category of the time before the first step.
         ending: Category of the teardown.
     """
@@ -376,6 +385,7 @@ def _attempt(
     for fact in accounts:
         own = {name: float(fact[name]) for name in RECORDED if name != "startup"}
         tail = _TAILS.get(fact["phase"], "detection" if failed else "idle")
+        tail = ending if preempted else tail
         silent = max(0.0, float(fact["silent"]) - teardown)
         left = seconds
         # What comes first is the most certain; clocks and roundings only take from the others.

@@ -203,15 +203,14 @@ class Progress:
             return
 
     def _text_of_account(self, phase: str) -> str:
+        if self._account is None:
+            return ""
         now = time.monotonic()
-        if self._account is not None and (
-            phase != Phase.RUNNING or now - self._account_time >= ACCOUNT_S
-        ):
+        if phase != Phase.RUNNING or now - self._account_time >= ACCOUNT_S:
             state = self._account.state()
             self._account_time = now
             self._account_text = "".join(f" {state.seconds[name]:14.3f}" for name in RECORDED)
-            self._account_text += f" {state.steps:12} {state.base:12}"
-        return self._account_text
+        return f"{self._account_text} {self._account.steps:12} {self._account.base:12}"
 
 
 @functools.cache

@@ -88,6 +88,7 @@ class TimeAccount:
         clock: Function that returns seconds.
 
     Attributes:
+        steps: See `Account`.
         base: See `Account`.
 
     Example:
@@ -105,7 +106,7 @@ class TimeAccount:
         self._seconds = dict.fromkeys(RECORDED, 0.0)
         self._category = RECORDED[0]
         self._since = clock()
-        self._steps = 0
+        self.steps = 0
         self.base = 0
 
     def switch(self, category: str) -> str:
@@ -147,12 +148,12 @@ class TimeAccount:
 
     def add_steps(self, steps: int) -> None:
         """Count training steps that have run."""
-        self._steps += steps
+        self.steps += steps
 
     def state(self) -> Account:
         """Return the account up to now."""
         self.switch(self._category)
-        return Account(dict(self._seconds), self._steps, self.base)
+        return Account(dict(self._seconds), self.steps, self.base)
 
 
 @functools.cache

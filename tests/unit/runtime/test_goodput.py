@@ -90,6 +90,18 @@ def test_each_second_has_one_category():
     assert not goodput.problems
 
 
+def test_preempted_tasks_end_for_a_restart():
+    ends = account(steps=5, total=5, phase="idle", silent=2.0, training=5.0)
+    events = [
+        *attempt(0, 0, 10, ends, detected=9.5, codes={"worker:0": 42}),
+        *attempt(1, 10, 20, account(steps=5, base=5, total=10, phase="idle", silent=3.0)),
+    ]
+    goodput = measure([journal(*events)])
+    assert goodput.seconds["restart"] == pytest.approx(2.0 + 7.0)
+    assert goodput.seconds["startup"] == pytest.approx(3.0)
+    assert goodput.seconds["idle"] == pytest.approx(3.0)
+
+
 def test_several_workers_count_by_their_mean():
     fast = account(steps=10, total=10, phase="idle", training=4.0, sync=4.0)
     slow = account(steps=10, total=10, phase="idle", training=7.0, input=1.0)

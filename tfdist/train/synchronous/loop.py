@@ -190,7 +190,11 @@ class Runner:
         self._traced = False
         self._counted = time_account().counted(self._category)
         with time_account().running(self._category):
-            self._run_calls(iterator)
+            try:
+                self._run_calls(iterator)
+            except Exception:
+                self._account_for(self.stats)
+                raise
 
     def _run_calls(self, iterator) -> None:
         per_call = self.model.steps_per_execution
