@@ -194,7 +194,7 @@ class Process:
         if heartbeat is None or heartbeat.account is None:
             return None
         silent = time.monotonic() - self._last_heartbeat_time
-        return account_fact(heartbeat.account, heartbeat.phase, heartbeat.total, silent)
+        return account_fact(heartbeat.account, heartbeat.phase, silent)
 
     def seconds_silent(self, bounds: Mapping[str, float]) -> float | None:
         """Return the seconds since its last heartbeat if its phase allows fewer, else None.

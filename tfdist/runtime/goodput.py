@@ -141,7 +141,7 @@ def measure(journals: Sequence[Sequence[Line]]) -> Goodput:
 
     Example:
         >>> account = dict.fromkeys(RECORDED, 0.0) | {"startup": 3.0, "training": 5.0}
-        >>> account |= {"steps": 10, "base": 0, "total": 10, "phase": "idle", "silent": 1.0}
+        >>> account |= {"steps": 10, "base": 0, "reached": 10, "phase": "idle", "silent": 1.0}
         >>> journal = [
         ...     {"time": 0.0, "event": "launch"},
         ...     {"time": 0.0, "event": "attempt", "attempt": 0},
@@ -193,17 +193,16 @@ def measure(journals: Sequence[Sequence[Line]]) -> Goodput:
     )
 
 
-def so_far(journal: Sequence[Line], attempt: int, account: Account, total: int) -> Goodput:
+def so_far(journal: Sequence[Line], attempt: int, account: Account) -> Goodput:
     """Return the goodput of a job as one of its training processes sees it.
 
     Args:
         journal: Lines of the journal when the process started; empty without a launcher.
         attempt: Number of the running attempt.
         account: Time account of the process.
-        total: Number of steps since training began.
     """
     now = time.time()
-    fact = account_fact(account, Phase.RUNNING, total, 0.0)
+    fact = account_fact(account, Phase.RUNNING, 0.0)
     ended = {"time": now, "event": "ended", "attempt": attempt, "codes": {}}
     ended["accounts"] = {"here": fact}
     begin = next((x for x in journal if x["event"] == "attempt" and x["attempt"] == attempt), None)
@@ -240,7 +239,7 @@ def with_open_attempt(journal: Sequence[Line], log_dir: str) -> list[Line]:
     since = [line["time"] for line in lines[lines.index(last) :]]
     end = max([*since, *(time for _, time in heartbeats.values())])
     accounts = {
-        task: account_fact(heartbeat.account, heartbeat.phase, heartbeat.total, end - time)
+        task: account_fact(heartbeat.account, heartbeat.phase, end - time)
         for task, (heartbeat, time) in heartbeats.items()
         if heartbeat.account is not None
     }
@@ -248,17 +247,16 @@ def with_open_attempt(journal: Sequence[Line], log_dir: str) -> list[Line]:
     return [*lines, ended]
 
 
-def account_fact(account: Account, phase: str, total: int, silent: float) -> dict[str, Any]:
+def account_fact(account: Account, phase: str, silent: float) -> dict[str, Any]:
     """Return what the journal's line `ended` says about a task.
 
     Args:
         account: Last time account of the task.
         phase: Phase of its last heartbeat.
-        total: Steps since training began, at that heartbeat.
         silent: Seconds from that heartbeat to the line.
     """
     silent = round(max(0.0, silent), 3)
-    return {**account.to_json(), "phase": phase, "total": total, "silent": silent}
+    return {**account.to_json(), "phase": phase, "silent": silent}
 
 
 def _on_one_clock(journal: Sequence[Line]) -> tuple[list[tuple[float, Line]], list[str]]:
@@ -347,13 +345,12 @@ def _is_sound(account: Any) -> bool:
     """Return whether a journal's account is as `account_fact` returns it."""
     if not isinstance(account, dict) or not isinstance(account.get("phase"), str):
         return False
-    numbers = account.get("silent"), account.get("total")
+    silent = account.get("silent")
+    if isinstance(silent, bool) or not isinstance(silent, int | float):
+        return False
     with contextlib.suppress(ValueError):
         Account.from_json(account)
-        return all(
-            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf
-            for x in numbers
-        )
+        return 0 <= silent < math.inf
     return False
 
 
@@ -399,7 +396,7 @@ def _attempt(
         whole,
         len(accounts),
         base=min((int(fact["base"]) for fact in stepped), default=0),
-        reached=max((int(fact["total"]) for fact in stepped), default=0),
+        reached=max((int(fact["reached"]) for fact in stepped), default=0),
         steps=max((int(fact["steps"]) for fact in stepped), default=0),
     )
 

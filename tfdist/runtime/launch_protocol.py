@@ -210,7 +210,8 @@ class Progress:
             state = self._account.state()
             self._account_time = now
             self._account_text = "".join(f" {state.seconds[name]:14.3f}" for name in RECORDED)
-        return f"{self._account_text} {self._account.steps:12} {self._account.base:12}"
+        counts = self._account.steps, self._account.base, self._account.reached
+        return self._account_text + "".join(f" {count:12}" for count in counts)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ RECORDED = (
     "restore",
     "idle",
 )
+_COUNTS = ("steps", "base", "reached")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Account:
         seconds: Seconds since the account was opened, by `RECORDED`.
         steps: Number of training steps that the process has run.
         base: Steps since training began that were done before the first step of the running fit.
+        reached: Steps since training began that are done.
     """
 
     seconds: Mapping[str, float]
     steps: int
     base: int
+    reached: int
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat object, as the journal has it."""
@@ -46,6 +49,7 @@ class Account:
             **{name: round(seconds, 3) for name, seconds in self.seconds.items()},
             "steps": self.steps,
             "base": self.base,
+            "reached": self.reached,
         }
 
     @classmethod
@@ -56,11 +60,11 @@ class Account:
             ValueError: If a value is missing, or no number of 0 or more.
 
         Example:
-            >>> account = Account(dict.fromkeys(RECORDED, 0.5), 7, 3)
+            >>> account = Account(dict.fromkeys(RECORDED, 0.5), 7, 3, 10)
             >>> Account.from_json(account.to_json()) == account
             True
         """
-        numbers = [value.get(name) for name in (*RECORDED, "steps", "base")]
+        numbers = [value.get(name) for name in (*RECORDED, *_COUNTS)]
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise ValueError(f"expected a number in a time account, received {number!r:.80}")
@@ -70,13 +74,14 @@ class Account:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[Any]) -> Account:
-        """Create an account from the seconds of `RECORDED`, `steps` and `base`, in this order.
+        """Create an account from the seconds of `RECORDED` and the numbers of steps.
 
         Raises:
             ValueError: If there are more or fewer numbers, or a text is no number.
         """
-        *seconds, steps, base = map(float, numbers)
-        return cls(dict(zip(RECORDED, seconds, strict=True)), int(steps), int(base))
+        *seconds, steps, base, reached = map(float, numbers)
+        by_name = dict(zip(RECORDED, seconds, strict=True))
+        return cls(by_name, int(steps), int(base), int(reached))
 
 
 class TimeAccount:
@@ -90,6 +95,7 @@ class TimeAccount:
     Attributes:
         steps: See `Account`.
         base: See `Account`.
+        reached: See `Account`.
 
     Example:
         >>> times = iter([0.0, 5.0, 7.0, 8.0])
@@ -108,6 +114,7 @@ class TimeAccount:
         self._since = clock()
         self.steps = 0
         self.base = 0
+        self.reached = 0
 
     def switch(self, category: str) -> str:
         """Enter a category, and return the one before."""
@@ -153,7 +160,7 @@ class TimeAccount:
     def state(self) -> Account:
         """Return the account up to now."""
         self.switch(self._category)
-        return Account(dict(self._seconds), self.steps, self.base)
+        return Account(dict(self._seconds), self.steps, self.base, self.reached)
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from tfdist.runtime.launch_protocol import Phase, Progress, check_event, note, r
 from tfdist.runtime.time_account import RECORDED, Account, TimeAccount
 
 
-def account(steps=0, base=0, total=0, phase="running", silent=0.0, **seconds):
-    facts = {"steps": steps, "base": base, "total": total, "phase": phase, "silent": silent}
+def account(steps=0, base=0, reached=0, phase="running", silent=0.0, **seconds):
+    facts = {"steps": steps, "base": base, "reached": reached, "phase": phase, "silent": silent}
     return {**dict.fromkeys(RECORDED, 0.0), **seconds, **facts}
 
 
@@ -40,7 +40,7 @@ def attempt(number, begin, end, *accounts, detected=None, codes=None):
 FAILED = account(
     steps=40,
     base=0,
-    total=40,
+    reached=40,
     silent=3.0,  # one second of it is the end of the tasks
     training=30.0,
     input=10.0,
@@ -49,7 +49,7 @@ FAILED = account(
     idle=2.0,
 )
 WENT_ON = account(
-    steps=50, base=30, total=80, phase="idle", silent=1.0, training=25.0, restore=2.0, sync=3.0
+    steps=50, base=30, reached=80, phase="idle", silent=1.0, training=25.0, restore=2.0, sync=3.0
 )
 EVENTS = [
     (0, "launch", {"chaos": None}),
@@ -91,10 +91,10 @@ def test_each_second_has_one_category():
 
 
 def test_preempted_tasks_end_for_a_restart():
-    ends = account(steps=5, total=5, phase="idle", silent=2.0, training=5.0)
+    ends = account(steps=5, reached=5, phase="idle", silent=2.0, training=5.0)
     events = [
         *attempt(0, 0, 10, ends, detected=9.5, codes={"worker:0": 42}),
-        *attempt(1, 10, 20, account(steps=5, base=5, total=10, phase="idle", silent=3.0)),
+        *attempt(1, 10, 20, account(steps=5, base=5, reached=10, phase="idle", silent=3.0)),
     ]
     goodput = measure([journal(*events)])
     assert goodput.seconds["restart"] == pytest.approx(2.0 + 7.0)
@@ -103,8 +103,8 @@ def test_preempted_tasks_end_for_a_restart():
 
 
 def test_several_workers_count_by_their_mean():
-    fast = account(steps=10, total=10, phase="idle", training=4.0, sync=4.0)
-    slow = account(steps=10, total=10, phase="idle", training=7.0, input=1.0)
+    fast = account(steps=10, reached=10, phase="idle", training=4.0, sync=4.0)
+    slow = account(steps=10, reached=10, phase="idle", training=7.0, input=1.0)
     goodput = measure([journal(*attempt(0, 0, 10, fast, slow))])
     assert goodput.tasks == 2
     assert goodput.seconds["training"] == pytest.approx(5.5)
@@ -115,10 +115,10 @@ def test_several_workers_count_by_their_mean():
 def test_steps_that_are_lost_twice_count_once_each():
     """The second attempt restores step 6, the third step 3, as the newest snapshot is damaged."""
     events = [
-        *attempt(0, 0, 10, account(steps=10, base=0, total=10, training=10.0), detected=10),
-        *attempt(1, 10, 12, account(steps=2, base=6, total=8, training=2.0), detected=12),
+        *attempt(0, 0, 10, account(steps=10, base=0, reached=10, training=10.0), detected=10),
+        *attempt(1, 10, 12, account(steps=2, base=6, reached=8, training=2.0), detected=12),
         *attempt(2, 12, 13, account(training=1.0), detected=13),  # made no step
-        *attempt(3, 13, 20, account(steps=7, base=3, total=10, phase="idle", training=7.0)),
+        *attempt(3, 13, 20, account(steps=7, base=3, reached=10, phase="idle", training=7.0)),
     ]
     goodput = measure([journal(*events)])
     assert goodput.lost_steps == 7 + 2
@@ -127,9 +127,9 @@ def test_steps_that_are_lost_twice_count_once_each():
 
 
 def test_launches_of_one_job_and_the_time_between_them():
-    first = journal(*attempt(0, 0, 10, account(steps=10, total=10, training=10.0)))
+    first = journal(*attempt(0, 0, 10, account(steps=10, reached=10, training=10.0)))
     second = journal(
-        *attempt(0, 0, 5, account(steps=5, base=8, total=13, training=5.0)), first=130.0
+        *attempt(0, 0, 5, account(steps=5, base=8, reached=13, training=5.0)), first=130.0
     )
     goodput = measure([second, first])  # in any order
     assert goodput.launches == 2
@@ -157,8 +157,8 @@ def test_a_clock_that_is_set_moves_no_second():
 
 def test_hosts_that_share_a_journal():
     """Their clocks differ; both end the same attempt."""
-    here = journal(*attempt(0, 0, 10, account(steps=5, total=5, training=8.0)), boot="a")
-    there = journal(*attempt(0, 0, 10, account(steps=5, total=5, training=6.0)), boot="b")
+    here = journal(*attempt(0, 0, 10, account(steps=5, reached=5, training=8.0)), boot="a")
+    there = journal(*attempt(0, 0, 10, account(steps=5, reached=5, training=6.0)), boot="b")
     for line in there:
         line["time"] += 1000.0
         if "accounts" in line:
@@ -196,7 +196,7 @@ def test_categories_add_up_for_any_journal(seed):
             account(
                 steps=rng.randint(0, 20),
                 base=rng.randint(0, 20),
-                total=rng.randint(0, 40),
+                reached=rng.randint(0, 40),
                 phase=rng.choice(("idle", "tracing", "running", "?")),
                 silent=rng.choice((0.0, 1.0, 1e9)),
                 **{name: rng.choice((0.0, 0.5, 20.0, 1e9)) for name in RECORDED},
@@ -248,7 +248,7 @@ def _sound(line):
         {**FAILED, "training": -1.0},
         {**FAILED, "training": float("nan")},
         {**FAILED, "silent": float("nan")},
-        {**FAILED, "total": None},
+        {**FAILED, "reached": None},
         {**FAILED, "phase": []},
         {name: value for name, value in FAILED.items() if name != "steps"},
     ],
@@ -287,8 +287,8 @@ def test_open_attempt_ends_with_the_last_sign_of_life(tmp_path):
 
 
 def test_process_sees_the_whole_job(tmp_path):
-    own = Account({**dict.fromkeys(RECORDED, 0.0), "startup": 3.0, "training": 6.0}, 5, 20)
-    alone = so_far([], 0, own, 25)
+    own = Account({**dict.fromkeys(RECORDED, 0.0), "startup": 3.0, "training": 6.0}, 5, 20, 25)
+    alone = so_far([], 0, own)
     assert alone.share == pytest.approx(6 / 9, abs=0.01)
     note(str(tmp_path), "launch", chaos=None)
     note(str(tmp_path), "attempt", attempt=0, tasks=["worker:0"])
@@ -300,7 +300,7 @@ def test_process_sees_the_whole_job(tmp_path):
         line["clock"] -= 60.0
     for line in lines:
         line["clock"] -= 12.0
-    goodput = so_far(lines, 1, own, 25)
+    goodput = so_far(lines, 1, own)
     assert goodput.attempts == 2
     assert goodput.lost_steps == 20
     assert goodput.wall == pytest.approx(72, abs=1)

@@ -194,10 +194,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
             self._write_goodput(epoch)
 
     def _write_goodput(self, epoch: int) -> None:
-        account = time_account().state()
-        heartbeat = engine_of(self.model.distribute_strategy).heartbeat
-        total = heartbeat.total if heartbeat is not None else 0
-        goodput = so_far(self._journal, self._launched.attempt, account, total)
+        goodput = so_far(self._journal, self._launched.attempt, time_account().state())
         with self.own_writers[0].as_default(), tf.summary.record_if(True):
             for name, seconds in goodput.seconds.items():
                 tf.summary.scalar(f"goodput/{name}", seconds / goodput.wall, step=epoch)

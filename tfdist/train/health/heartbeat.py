@@ -84,6 +84,7 @@ class Heartbeat:
         account.add_steps(done)
         if not self._stepped:
             account.base = max(0, self.total - done)
+        account.reached = self.total
         self.beat(Phase.RUNNING)
         if not self._stepped:
             self._stepped = True

@@ -33,7 +33,7 @@ def test_an_episode_is_named_once_and_its_end_too():
         ([9.0, 9.0, 9.0, 1.0], []),  # a fast worker makes no stragglers of all others
         ([0.0, 0.0, 1.0], []),  # no step was measured
         ([1.0], []),
-        ([-1.0, 1.0, 1.0], []),  # clocks that were set
+        ([-1.0, 1.0, 1.0, 1.0], []),  # a clock that was set
     ],
 )
 def test_who_is_slow(busy, slow):
