@@ -48,6 +48,9 @@ COMMANDS = {
     "report": Subcommand(
         "tfdist.tools.report.main:main", "write an HTML file about runs or a benchmark"
     ),
+    "goodput": Subcommand(
+        "tfdist.tools.goodput_command:main", "say which share of a job's time was training"
+    ),
     "chaos": Subcommand(
         "tfdist.tools.chaos:main", "report how a launch recovered from injected faults"
     ),

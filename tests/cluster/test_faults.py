@@ -6,6 +6,7 @@ Each launch takes several faults one after the other. `make chaos` runs longer o
 """
 
 import functools
+import json
 import os
 import pickle
 import random
@@ -91,7 +92,7 @@ def points(root):
         (v.tag, event.step, tf.make_ndarray(v.tensor).tolist())
         for event in events
         for v in event.summary.value
-        if not v.tag.startswith(("speed/", "keras"))
+        if not v.tag.startswith(("speed/", "goodput/", "keras"))
     )
 
 
@@ -170,6 +171,30 @@ def test_results_equal_those_of_an_undisturbed_run(setup, plan, undisturbed, lau
     )
     output = capsys.readouterr().out
     check_report(output.splitlines(), [fault.text for fault in parse(plan)], output)
+    check_goodput(launch.directory / "runs" / "latest", err, capsys)
+
+
+def check_goodput(logs, err, capsys):
+    """Check that each second of the launch is in one category, and each kept step counted once."""
+    assert cli.main(["goodput", str(logs), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    journal = read_journal(str(logs))
+    wall = journal[-1]["clock"] - journal[0]["clock"]
+    assert sum(facts["seconds"].values()) == pytest.approx(wall, abs=0.1)
+    assert facts["wall_seconds"] == pytest.approx(wall, abs=0.1)
+    for category in ("training", "compile", "save", "restore", "startup", "restart"):
+        assert facts["seconds"][category] > 0, category
+    ended = [line for line in journal if line["event"] == "ended"]
+    steps = [
+        max(a["steps"] for a in line["accounts"].values()) for line in ended if line["accounts"]
+    ]
+    assert sum(steps) == EPOCHS * STEPS + facts["lost_steps"]
+    assert not facts["problems"] or facts["problems"] == [
+        f"{len(ended) - len(steps)} of {len(ended)} attempts have no time accounts, and count as "
+        "idle: they ran no fit under a strategy of tfdist, or an older version of it"
+    ]
+    last = [line for line in err.splitlines() if line.startswith("tfdist: ")][-1]
+    assert last.startswith(f"tfdist: goodput {100 * facts['goodput']:.1f} % of ")
 
 
 def check_report(lines, faults, output):

@@ -86,11 +86,13 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> None:
             "lists the tasks"
         )
     _check_engine(flags)
-    if flags.standby and not flags.restarts and flags.rendezvous is None:
+    restarts = flags.restarts or flags.replace_stragglers
+    if flags.standby and not restarts and flags.rendezvous is None:
         raise ValueError(
             f"--standby: expected together with --restarts K, received --standby {flags.standby} "
             "alone; standby processes only serve restarts"
         )
+    _check_stragglers(flags)
     _check_hosts(flags)
     if flags.ps and not flags.chief:
         raise ValueError(
@@ -122,6 +124,8 @@ OF_ENGINES = {  # flags of --on, and the engines that take each
 ENGINES = ("ssh", "slurm")
 JOIN_TIMEOUT_S = 300.0
 QUEUE_TIMEOUT_S = 3600.0
+STRAGGLER_SHARE = 0.5
+STRAGGLER_WINDOW_S = 30.0
 
 
 def _check_engine(flags: argparse.Namespace) -> None:
@@ -149,6 +153,29 @@ def _check_engine(flags: argparse.Namespace) -> None:
         flags.join_timeout = JOIN_TIMEOUT_S
     if flags.on == "slurm":
         _check_slurm_options(flags.slurm_options)
+
+
+def _check_stragglers(flags: argparse.Namespace) -> None:
+    """Check --replace-stragglers and its limits, and set `flags.stragglers` for the tasks."""
+    given = (flags.replace_stragglers, flags.straggler_share, flags.straggler_window)
+    flags.stragglers = None
+    if given == (None, None, None):
+        return
+    for name in ("cluster", "rendezvous"):
+        if flags.replace_stragglers and getattr(flags, name) is not None:
+            raise ValueError(
+                f"--replace-stragglers: expected without {flag_of(name)}, received both; there, "
+                "each host has a launcher of its own, which cannot move a worker to another host. "
+                "The log and the journal name stragglers: take the slow host away by hand"
+            )
+    if flags.replace_stragglers and flags.ps:
+        raise ValueError(
+            "--replace-stragglers: expected without --ps, received both; workers of parameter "
+            "servers do not wait for each other"
+        )
+    share = STRAGGLER_SHARE if flags.straggler_share is None else flags.straggler_share
+    window = STRAGGLER_WINDOW_S if flags.straggler_window is None else flags.straggler_window
+    flags.stragglers = f"{share:g} {window:g}"
 
 
 def _check_slurm_options(text: str | None) -> None:
@@ -488,6 +515,26 @@ def add_flags(parser: argparse.ArgumentParser, on: bool = True) -> None:
         "allows; else 0)",
     )
     add_hang_flags(faults)
+    faults.add_argument(
+        "--replace-stragglers",
+        type=whole(0),
+        metavar="K",
+        help="end the tasks after a snapshot, at most K times, to start a worker that is slower "
+        "than the others in another process or on another machine (0); this is no restart",
+    )
+    faults.add_argument(
+        "--straggler-share",
+        type=real("a share greater than 0", lambda value: 0 < value < float("inf")),
+        metavar="F",
+        help="share by which the steps of a slow worker take longer than the median of the others "
+        f"({STRAGGLER_SHARE:g})",
+    )
+    faults.add_argument(
+        "--straggler-window",
+        type=seconds,
+        metavar="S",
+        help=f"seconds over which workers are compared ({STRAGGLER_WINDOW_S:g})",
+    )
     faults.add_argument(
         "--chaos",
         metavar="PLAN",

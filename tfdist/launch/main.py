@@ -26,6 +26,7 @@ from tfdist.launch.messages import Start, Terms
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Policy
 from tfdist.launch.rendezvous_client import RendezvousClient
+from tfdist.launch.slow_workers import SlowWorkers
 from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.task_plan import data_names, plan_tasks, resolve_command
@@ -33,6 +34,7 @@ from tfdist.launch.terminal_text import wants_colour
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.fault_plan import Fault
 from tfdist.runtime.fault_plan import parse as parse_faults
+from tfdist.runtime.goodput import measure
 from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import (
     JOURNAL,
@@ -42,6 +44,7 @@ from tfdist.runtime.launch_protocol import (
     TOKEN,
     TRANSIENT_CODE,
     note,
+    read_journal,
 )
 from tfdist.runtime.resource_limits import cores
 
@@ -135,9 +138,11 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             chaos=flags.chaos,
             standby=standby,
             secret=agent.task_secret(shared, "" if flags.cluster else launch) if shared else "",
+            stragglers=flags.stragglers,
         )
 
-    standby = not flags.on and (flags.restarts > 0 if flags.standby is None else flags.standby > 0)
+    restarts = flags.restarts or flags.replace_stragglers
+    standby = not flags.on and bool(restarts if flags.standby is None else flags.standby)
     launch = uuid.uuid4().hex
 
     def plan_here(attempt: int):
@@ -181,6 +186,14 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             chaos=None if faults is None else Chaos(faults, log_dir),
             standbys=standbys,
             start=fleet.start if fleet else None,
+            slow_workers=SlowWorkers(
+                log_dir,
+                flags.replace_stragglers,
+                console.notice,
+                fleet.give_up if fleet else lambda task: "",
+            )
+            if flags.replace_stragglers
+            else None,
         )
         interrupt = supervisor.interrupt
         if flags.on == "slurm":
@@ -211,6 +224,9 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             if slurm_launch.is_requeued(flags):
                 code = slurm_launch.final_code(code, policy, console.notice)
     note(log_dir, "over", code=code)
+    goodput = measure([read_journal(log_dir)])
+    if goodput.tasks:
+        console.notice(f"tfdist: {goodput.line()}")
     return code
 
 

@@ -19,6 +19,7 @@ from tfdist.launch.failures import Kind, judge, signal_name
 from tfdist.launch.fault_injection import Chaos
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Failed, Policy
+from tfdist.launch.slow_workers import SlowWorkers
 from tfdist.launch.standby import Standbys
 from tfdist.launch.task_plan import Role, TaskPlan
 from tfdist.launch.task_process import (
@@ -63,6 +64,7 @@ class Supervisor:
         standbys: Standby processes to hand tasks over to; None to start a fresh process for each
             task.
         start: Function that starts a task elsewhere; None to start all tasks on this machine.
+        slow_workers: Slow workers to replace; None to replace none.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Supervisor:
         chaos: Chaos | None = None,
         standbys: Standbys | None = None,
         start: Callable[[TaskPlan], Handle] | None = None,
+        slow_workers: SlowWorkers | None = None,
     ):
         self._plan = plan
         self._guardian = guardian
@@ -95,6 +98,9 @@ class Supervisor:
         self._chaos = chaos
         self._standbys = standbys
         self._start_task = start or self._start_locally
+        self._slow_workers = slow_workers
+        self._replaced = ""  # task for whose replacement the attempt ends
+        self._number = 0  # of the attempt
         self._signals: list[int] = []
         self._last_check = time.monotonic()
         self._started = self._last_check
@@ -123,6 +129,12 @@ class Supervisor:
             outcome, codes = self.attempt(number, self._plan(number))
             if self._signals:
                 return self.farewell(time.monotonic() - started, codes)
+            if outcome is None and self._replaced and any(codes.values()):
+                text = f"{self._replaced} was slow: restart that does not count"
+                note(self._log_dir, "decided", attempt=number, restart=True, delay=0.0, text=text)
+                self._console.notice(f"tfdist: {text}")
+                number += 1
+                continue
             if outcome is None:
                 self._console.notice(
                     f"tfdist: all tasks done after {time.monotonic() - started:.1f} s; logs in "
@@ -176,6 +188,8 @@ class Supervisor:
         """
         group: list[Process] = []
         self._errors = {}
+        self._replaced = ""
+        self._number = number
         self._started = time.monotonic()
         note(self._log_dir, "attempt", attempt=number, tasks=[plan.name for plan in plans])
         try:
@@ -194,6 +208,11 @@ class Supervisor:
             attempt=number,
             codes=codes,
             total=max((heartbeat.total for heartbeat in heartbeats), default=0),
+            accounts={
+                process.plan.name: fact
+                for process in group
+                if process.plan.role is Role.TRAINS and (fact := process.account_fact())
+            },
         )
         verdict = judge([process.ending() for process in group], self._isolated)
         if verdict is None:
@@ -281,7 +300,12 @@ class Supervisor:
                 for process in group
             )
 
-        self._until(lambda: failed() or all(process.ended for process in awaited_tasks()))
+        def over() -> bool:
+            return failed() or bool(self._replaced)
+
+        self._until(lambda: over() or all(process.ended for process in awaited_tasks()))
+        if self._replaced:
+            return
         if evaluators and not failed():
             self._until(
                 lambda: (
@@ -368,6 +392,8 @@ class Supervisor:
             for process in group:
                 process.reset_timer()
         self._last_check = now
+        if self._slow_workers and not self._replaced:
+            self._replaced = self._slow_workers.due(self._number)
         if self._standbys:
             self._standbys.keep([process.plan for process in group], self._training(group, now))
         if any(process.hang for process in group):  # the hung task is known already
@@ -427,7 +453,7 @@ class Supervisor:
         """End all processes that still run: first with a signal they can handle, then SIGKILL."""
 
         def grace() -> float:
-            if self._signals:
+            if self._signals or self._replaced:
                 return self._grace
             # After a failure a survivor is usually stuck in a collective and does not react to
             # SIGTERM; a ps has nothing to save.
@@ -435,7 +461,7 @@ class Supervisor:
 
         started = time.monotonic()
         at_once = not grace()
-        may_save = bool(self._signals) or (ordered() and peer_grace() > PEER_S)
+        may_save = bool(self._signals or self._replaced) or (ordered() and peer_grace() > PEER_S)
         # Pass Ctrl-C on as SIGINT: Python raises KeyboardInterrupt between two steps.
         number = signal.SIGINT if self._signals[:1] == [signal.SIGINT] else signal.SIGTERM
         if self._signals:

@@ -101,6 +101,7 @@ def plan_tasks(
     chaos: str | None = None,
     standby: bool = False,
     secret: str = "",
+    stragglers: str | None = None,
 ) -> list[TaskPlan]:
     """Plan the tasks of a cluster that run on this host.
 
@@ -124,6 +125,7 @@ def plan_tasks(
         standby: Whether the tasks record their imports for standby processes, default False.
         secret: Secret that the tasks of this launch share; "" (default) for that of `environ`, if
             any.
+        stragglers: Definition of a straggler, for which all tasks measure their steps; or None.
 
     Returns:
         One plan per member, then one per data worker.
@@ -156,6 +158,7 @@ def plan_tasks(
             launch_protocol.PROGRESS_FILE: f"{stem}.progress",
             **(dict.fromkeys(launch_protocol.THREAD_VARIABLES, share) if threads else {}),
             **({} if chaos is None else {launch_protocol.CHAOS: chaos}),
+            **({} if stragglers is None else {launch_protocol.STRAGGLERS: stragglers}),
             **({launch_protocol.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
             **({launch_protocol.TASK_SECRET: secret} if secret else {}),
         }

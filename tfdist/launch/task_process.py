@@ -10,11 +10,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from tfdist.launch.failures import Ending, last_stacks
 from tfdist.launch.output import FORMER, Console, TaskOutput
 from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.goodput import account_fact
 from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import IMPORTS_FILE, HeartbeatRecord, Phase, read_heartbeat
 
@@ -187,6 +188,14 @@ class Process:
             self._heartbeat = newest
             self._last_heartbeat_time = time.monotonic()
         return self._heartbeat
+
+    def account_fact(self) -> dict[str, Any] | None:
+        """Return its time account for the journal; None if it has none."""
+        heartbeat = self.heartbeat
+        if heartbeat is None or heartbeat.account is None:
+            return None
+        silent = time.monotonic() - self._last_heartbeat_time
+        return account_fact(heartbeat.account, heartbeat.phase, silent)
 
     def seconds_silent(self, bounds: Mapping[str, float]) -> float | None:
         """Return the seconds since its last heartbeat if its phase allows fewer, else None.

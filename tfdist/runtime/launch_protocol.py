@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist.runtime.time_account import RECORDED, Account, TimeAccount, time_account
+
 PREEMPTED_CODE = 42  # ended by SIGTERM after a snapshot; another start resumes from it
 # sysexits.h EX_TEMPFAIL: peers were absent or lost; another attempt may find them
 TRANSIENT_CODE = 75
@@ -35,6 +37,7 @@ TOKEN = "TFDIST_TOKEN"  # secret of the launchers, which no task receives
 # Secret of the tasks of a launch, with which they know each other. It does not let anybody join the
 # launchers or steer them.
 TASK_SECRET = "TFDIST_TASK_SECRET"
+STRAGGLERS = "TFDIST_STRAGGLERS"
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -48,7 +51,10 @@ JOURNAL = "events.jsonl"  # in the log directory
 JOURNAL_BYTES = 32 << 20
 OF_SAVES = ("saving", "saved")
 MET = "met"  # event of a task in the journal
+STRAGGLER = "straggler"  # event of the chief: a worker has become one
+STRAGGLER_OVER = "straggler over"
 RESULT = "result.tfdist"  # in the log directory of a launch with a fault plan
+ACCOUNT_S = 0.1  # interval at which a heartbeat brings the time account up to date
 
 
 _FACTS = {  # that every event of a name has, besides its time
@@ -61,16 +67,18 @@ _FACTS = {  # that every event of a name has, besides its time
     "detected": ("task",),
     "replaced": ("task",),
     MET: ("task", "attempt"),
+    STRAGGLER: ("task", "attempt"),
+    STRAGGLER_OVER: ("task", "attempt"),
     "stepping": ("step", "total"),
     "saved": ("total", "path"),
     "restored": ("total", "path"),
 }
 _KINDS = {  # types of facts, which may also be None
-    ("time", "seconds"): (int, float),
+    ("time", "seconds", "clock"): (int, float),
     ("attempt", "number", "total", "step", "epoch", "pid", "code"): (int,),
-    ("text", "task", "path", "chaos"): (str,),
+    ("text", "task", "path", "chaos", "boot"): (str,),
     ("tasks",): (list,),
-    ("codes",): (dict,),
+    ("codes", "accounts"): (dict,),
 }
 
 
@@ -87,6 +95,8 @@ class Launched:
         log_dir: Log directory of the launch, or None.
         progress_file: Path of the progress file, or None.
         chaos: Fault plan, as in `tfdist launch --chaos`; None to inject no fault and report none.
+        stragglers: Share and window, such as "0.5 30", for which all workers measure their steps;
+            None to measure only where a callback asks for it.
     """
 
     task: str = ""
@@ -96,6 +106,7 @@ class Launched:
     log_dir: str | None = None
     progress_file: str | None = None
     chaos: str | None = None
+    stragglers: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Launched:
@@ -114,6 +125,7 @@ class Launched:
             log_dir=environ.get(LOG_DIR),
             progress_file=environ.get(PROGRESS_FILE),
             chaos=environ.get(CHAOS),
+            stragglers=environ.get(STRAGGLERS),
         )
 
 
@@ -176,12 +188,16 @@ class Progress:
 
     Args:
         path: Path of the progress file; None to write nothing.
+        account: Time account to write, default none.
     """
 
-    def __init__(self, path: str | None):
+    def __init__(self, path: str | None, account: TimeAccount | None = None):
         self._path = path
         self._file = -1
         self._beats = 0
+        self._account = account
+        self._account_text = ""
+        self._account_time = 0.0
 
     def beat(self, phase: str, epoch: int, step: int, total: int = 0) -> None:
         """Write one heartbeat.
@@ -195,7 +211,8 @@ class Progress:
         if self._path is None:
             return
         self._beats += 1
-        line = f"{phase:8} {epoch:12} {step:12} {total:12} {self._beats:12}\n".encode()
+        account = self._text_of_account(phase)
+        line = f"{phase:8} {epoch:12} {step:12} {total:12} {self._beats:12}{account}\n".encode()
         try:
             if self._file < 0:
                 self._file = private(self._path, os.O_WRONLY | os.O_CREAT)
@@ -203,11 +220,22 @@ class Progress:
         except OSError:  # a full disk must not end the training
             return
 
+    def _text_of_account(self, phase: str) -> str:
+        if self._account is None:
+            return ""
+        now = time.monotonic()
+        if phase != Phase.RUNNING or now - self._account_time >= ACCOUNT_S:
+            state = self._account.state()
+            self._account_time = now
+            self._account_text = "".join(f" {state.seconds[name]:14.3f}" for name in RECORDED)
+        counts = self._account.steps, self._account.base, self._account.reached
+        return self._account_text + "".join(f" {count:12}" for count in counts)
+
 
 @functools.cache
 def progress() -> Progress:
     """Return the heartbeat of this process."""
-    return Progress(Launched.from_environ().progress_file)
+    return Progress(Launched.from_environ().progress_file, time_account())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +248,7 @@ class HeartbeatRecord:
         step: See `Progress.beat`.
         total: See `Progress.beat`.
         beats: Number of heartbeats so far, which grows with each.
+        account: Time account of the process, or None.
     """
 
     phase: str
@@ -227,6 +256,7 @@ class HeartbeatRecord:
     step: int
     total: int
     beats: int
+    account: Account | None = dataclasses.field(default=None, repr=False)
 
 
 def read_heartbeat(path: str) -> HeartbeatRecord | None:
@@ -243,9 +273,10 @@ def read_heartbeat(path: str) -> HeartbeatRecord | None:
     """
     with contextlib.suppress(OSError, ValueError):
         with open(path, encoding="ascii") as file:
-            phase, epoch, step, total, beats = file.read().split()
+            phase, epoch, step, total, beats, *numbers = file.read().split()
         if phase in _PHASES:
-            return HeartbeatRecord(phase, int(epoch), int(step), int(total), int(beats))
+            account = Account.from_numbers(numbers) if numbers else None
+            return HeartbeatRecord(phase, int(epoch), int(step), int(total), int(beats), account)
     return None
 
 
@@ -257,8 +288,23 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
+def clock() -> dict[str, Any]:
+    """Return the time that cannot be set, and the boot whose lines can be compared by it."""
+    return {"clock": round(time.monotonic(), 3), "boot": _boot()}
+
+
+@functools.cache
+def _boot() -> str:
+    """Return what is equal for processes that share a monotonic clock; "" if unknown."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read()[:8]
+    return ""
+
+
 def note(log_dir: str | None, event: str, **facts: Any) -> None:
     """Append an event with its time to the journal of a launch.
+
+    Each line also has a time that cannot be set, `clock`, which lines with the same `boot` share.
 
     Args:
         log_dir: Log directory of the launch; None to write nothing.
@@ -267,7 +313,7 @@ def note(log_dir: str | None, event: str, **facts: Any) -> None:
     """
     if log_dir is None:
         return
-    line = json.dumps({"time": time.time(), "event": event, **facts}) + "\n"
+    line = json.dumps({"time": time.time(), "event": event, **facts, **clock()}) + "\n"
     # A single write to a file opened for appending keeps the lines of several processes apart.
     with contextlib.suppress(OSError):
         descriptor = private(os.path.join(log_dir, JOURNAL), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -136,6 +136,7 @@ class Recovery:
         journal: Lines of the journal, from `launch_protocol.read_journal`.
 
     Attributes:
+        journal: Lines of the journal.
         attempts: Attempts of the launch in order.
         begun: Start of the first attempt in seconds since the epoch; 0 if there is none.
         seconds: Time from `begun` to the last line of the journal, in seconds.
@@ -157,7 +158,7 @@ class Recovery:
     """
 
     def __init__(self, journal: Sequence[Line]):
-        self._journal = tuple(journal)
+        self.journal = tuple(journal)
         begins = [index for index, line in enumerate(journal) if line["event"] == "attempt"]
         numbers = [journal[index]["attempt"] for index in begins]
         # Each of several hosts writes a line for the same attempt.
@@ -167,7 +168,7 @@ class Recovery:
             if number != before
         ]
         self.attempts = tuple(
-            Attempt(self._journal[begin:end])
+            Attempt(self.journal[begin:end])
             for begin, end in itertools.pairwise([*begins, len(journal)])
         )
         self.begun = float(journal[begins[0]]["time"]) if begins else 0.0
@@ -176,7 +177,7 @@ class Recovery:
     @property
     def code(self) -> int | None:
         """Return the launcher's exit code; None if it has not written one."""
-        return next((line["code"] for line in self._journal if line["event"] == "over"), None)
+        return next((line["code"] for line in self.journal if line["event"] == "over"), None)
 
     @property
     def refusal(self) -> str:
@@ -184,7 +185,7 @@ class Recovery:
         return next(
             (
                 line["text"]
-                for line in self._journal
+                for line in self.journal
                 if line["event"] == "decided" and not line["restart"]
             ),
             "",
@@ -193,13 +194,13 @@ class Recovery:
     @property
     def plan(self) -> str | None:
         """Return the chaos plan; None if there is none."""
-        return next((line["chaos"] for line in self._journal if line["event"] == "launch"), None)
+        return next((line["chaos"] for line in self.journal if line["event"] == "launch"), None)
 
     @property
     def missed(self) -> list[str]:
         """Return the faults of the plan that have not struck."""
         return (
-            [fault.text for fault in fault_plan.left(fault_plan.parse(self.plan), self._journal)]
+            [fault.text for fault in fault_plan.left(fault_plan.parse(self.plan), self.journal)]
             if self.plan
             else []
         )
@@ -289,7 +290,7 @@ class Recovery:
         # Compare only snapshots of the same directory: a script may use several.
         newer = {
             line["number"]
-            for line in self._journal[: self._journal.index(restored)]
+            for line in self.journal[: self.journal.index(restored)]
             if line["event"] == "saved"
             and line["number"] > restored["number"]
             and os.path.dirname(line["path"]) == os.path.dirname(restored["path"])

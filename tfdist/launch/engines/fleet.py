@@ -17,6 +17,7 @@ from tfdist.launch.engines.agent_connection import (
     Transport,
 )
 from tfdist.launch.task_plan import TaskPlan
+from tfdist.runtime.launch_protocol import note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Fleet:
         self._agents: dict[Slot, AgentConnection] = {}
         self._slots: list[Slot] = []
         self._by_task: dict[str, Slot] = {}
+        self._given_up: set[Slot] = set()  # since the last call of `prepare`
         self._versions: dict[str, dict[str, str]] = {}  # of each host
 
     def prepare(self, names: Sequence[str]) -> list[Prepared]:
@@ -137,10 +139,17 @@ class Fleet:
                 scripts.
             Interrupted: If the user has ended the launch.
         """
-        lost = [slot for slot, agent in self._agents.items() if agent.lost is not None]
+        lost = [
+            slot
+            for slot, agent in self._agents.items()
+            if agent.lost is not None or slot in self._given_up
+        ]
+        self._given_up.clear()
         self._allocates = True
         if lost or not self._slots:
+            started = time.monotonic()
             self._slots = self._engine.allocate(len(names), lost)
+            note(self._log_dir, "allocated", seconds=time.monotonic() - started)
         for slot in [slot for slot in self._agents if slot in lost or slot not in self._slots]:
             self._agents.pop(slot).close()
         self._allocates = False
@@ -176,6 +185,27 @@ class Fleet:
         tasks_here = collections.Counter(slot.host for slot in self._slots)[slot.host]
         environ = {**dict(slot.environ), **plan.environ}
         return self._agents[slot].start(dataclasses.replace(plan, environ=environ), tasks_here)
+
+    def give_up(self, name: str) -> str:
+        """Give up the slot of a task from the next attempt on, because it is slow there.
+
+        Engines that can do this have a method `avoid(slot, count)`, which returns whether there is
+        room for `count` tasks elsewhere, and then no longer returns the slot's host.
+
+        Returns:
+            Why it is impossible, "" if it is not.
+        """
+        slot = self._by_task[name]
+        avoid = getattr(self._engine, "avoid", None)
+        if avoid is None:
+            return f"this engine cannot move a task away from {slot.host}"
+        try:
+            if not avoid(slot, len(self._slots)):
+                return f"there is no room for the tasks without {slot.host}"
+        except (OSError, ValueError) as error:  # the engine does not answer
+            return f"there may be no room for the tasks without {slot.host}: {error}"
+        self._given_up.add(slot)
+        return ""
 
     def close(self) -> None:
         """End all agents, and give their places back."""

@@ -98,6 +98,16 @@ class Slurm:
             )
         return slots
 
+    def avoid(self, slot: Slot, count: int) -> bool:
+        """See `Fleet.give_up`. The other nodes of the job count; no further job is asked for."""
+        assert self._job is not None
+        avoided = {*self._suspects, slot.host}
+        places = slurm_job.place(self._usable(slurm_job.find(self._job)), count, avoided)
+        if not places or slot.host in {node.name for node, _ in places}:
+            return False
+        self._suspects = avoided
+        return True
+
     def connect(self, slot: Slot) -> ProcessTransport:
         """See `Engine`."""
         assert self._job is not None

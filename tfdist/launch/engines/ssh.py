@@ -48,6 +48,7 @@ class Ssh:
         self._command = tuple(command)
         self._python = python or sys.executable
         self._gpus_per_task = gpus_per_task
+        self._avoided: set[str] = set()
 
     def allocate(self, count: int, lost: Sequence[Slot]) -> list[Slot]:
         """See `Engine`. A lost host is tried again."""
@@ -61,7 +62,15 @@ class Ssh:
                 f"--hosts: expected at least {count} slots, one for each task, received "
                 f"{len(slots)}; write HOST:SLOTS, or launch fewer tasks"
             )
-        return slots[:count]
+        return sorted(slots, key=lambda slot: slot.host in self._avoided)[:count]
+
+    def avoid(self, slot: Slot, count: int) -> bool:
+        """See `Fleet.give_up`."""
+        avoided = {*self._avoided, slot.host}
+        if sum(slots for host, slots in self._hosts if host not in avoided) < count:
+            return False
+        self._avoided = avoided
+        return True
 
     def connect(self, slot: Slot) -> ProcessTransport:
         """See `Engine`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from tfdist import config
 from tfdist.runtime.formatting import NOTHING, counted, duration, figure, moment
+from tfdist.runtime.goodput import CATEGORIES, REMEDIES, Goodput
 from tfdist.telemetry.step_records import per_step
 from tfdist.tools.recovery import FaultReport
 from tfdist.tools.report import curves, step_figures, timeline
@@ -39,6 +40,7 @@ def chapter(run: Run, name: str) -> Chapter:
         _metrics(run),
         _throughput(run),
         _step_breakdown(run),
+        _goodput(run),
         _history(run),
         _settings(run),
         _ending(run),
@@ -71,6 +73,8 @@ def tiles(run: Run) -> list[Tile]:
             run_tiles.append(Tile(f"{epochs:,}", f"of {planned:,} epochs"))
         else:
             run_tiles.append(Tile.count(epochs, "epoch"))
+    if run.goodput is not None:
+        run_tiles.append(Tile(f"{100 * run.goodput.share:.1f} %", "goodput"))
     counts = {"replica": fact(run, "replicas"), "restart": run.restarts, "lost step": run.lost}
     run_tiles += [
         Tile.count(number, noun) for noun, number in counts.items() if isinstance(number, int)
@@ -245,6 +249,35 @@ def _step_breakdown(run: Run) -> Section | None:
     )
     text = [] if figures else [compiled]
     return Section("Where the time of a step goes", figures, [table], text)
+
+
+def _goodput(run: Run) -> Section | None:
+    goodput = run.goodput
+    if goodput is None:
+        return None
+    rows = [
+        {"": name, "time": duration(seconds), "share": share(seconds, goodput), "what": what}
+        for name, what in CATEGORIES.items()
+        if (seconds := goodput.seconds[name]) > 0
+    ]
+    losses = [
+        {"largest losses": name, "time": duration(seconds), "remedy": REMEDIES[name]}
+        for name, seconds in goodput.losses
+    ]
+    tables = [
+        Table.of(rows, right=(1, 2), long=(3,), caption="Each second of the job"),
+        Table.of(losses, right=(1,), long=(2,)),
+    ]
+    text = [
+        f"Goodput {100 * goodput.share:.1f} %: the share of training in "
+        f"{duration(goodput.wall)}, over {counted(goodput.attempts, 'attempt')}."
+    ]
+    return Section("Goodput", (), tables, [*text, *goodput.problems])
+
+
+def share(seconds: float, goodput: Goodput) -> str:
+    """Format a part of the job's time as a share of it."""
+    return f"{100 * seconds / goodput.wall:.1f} %"
 
 
 def _history(run: Run) -> Section | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.runtime.goodput import Goodput, Line, measure, with_open_attempt
 from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.telemetry.step_records import Window
@@ -24,6 +25,7 @@ _NO_METRICS = {"step", "seconds", "time"}  # keys of history.jsonl that are not 
 RATE = "speed/examples_per_second"  # a curve of tfdist.TensorBoard
 _SKIPPED = (
     "speed/",
+    "goodput/",
     "step_breakdown/",
     "evaluation_",
     "batch_",
@@ -54,10 +56,12 @@ class Launch:
     Attributes:
         path: Directory of the launcher.
         recovery: Costs of its faults.
+        journal: Lines of the journal, with an end of an attempt that has none.
     """
 
     path: Path
     recovery: Recovery
+    journal: Sequence[Line] = ()
 
     @property
     def restarts(self) -> int:
@@ -128,6 +132,12 @@ class Run:
     def lost(self) -> int | None:
         """Return the number of steps that had to be repeated; None without a journal."""
         return sum(launch.lost for launch in self.launches) if self.launches else None
+
+    @functools.cached_property
+    def goodput(self) -> Goodput | None:
+        """Return where the time of its launches went; None if their journals do not tell."""
+        goodput = measure([launch.journal for launch in self.launches])
+        return goodput if goodput.tasks else None
 
     @functools.cached_property
     def begun(self) -> float | None:
@@ -360,7 +370,7 @@ def _launches(
     named = dict.fromkeys(session["launch"] for session in sessions if session.get("launch"))
     by_path = {path.resolve(): path for path in directories}
     for name in named:
-        path = _find(directory, Path(name))
+        path = find_launch(directory, Path(name))
         if path is None:
             absent.append(
                 f"no restarts of the launch in {name}: it was moved or removed; "
@@ -377,7 +387,7 @@ def _launches(
     return sorted(launches, key=lambda launch: launch.recovery.begun)
 
 
-def _find(directory: Path, launch: Path) -> Path | None:
+def find_launch(directory: Path, launch: Path) -> Path | None:
     """Find a launcher's directory that a session names, or return None.
 
     A relative name is resolved against the current directory, and then against the two directories
@@ -394,7 +404,9 @@ def _find(directory: Path, launch: Path) -> Path | None:
 
 def _launch(directory: Path, reader: Reader) -> Launch | None:
     recovery = read_recovery(directory, reader)
-    return None if recovery is None else Launch(directory, recovery)
+    if recovery is None:
+        return None
+    return Launch(directory, recovery, with_open_attempt(recovery.journal, str(directory)))
 
 
 def _infinite(history: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, float]]:

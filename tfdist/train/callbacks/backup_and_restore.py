@@ -24,6 +24,7 @@ from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.keras_compat import engine_of, install, pass_counters, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
+from tfdist.runtime.time_account import time_account
 from tfdist.train.callbacks import log_files, sharded_snapshot
 from tfdist.train.health import preemption
 from tfdist.train.hooks import Hooks, bind
@@ -218,9 +219,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """
         self._finish()  # an earlier fit may have failed during a save
         self._launched = Launched.from_environ()
-        if self.writes:
-            self.store.claim(self._launched.launch, self._launched.attempt)
-        newest = self.store.newest()
+        with time_account().during("restore"):
+            if self.writes:
+                self.store.claim(self._launched.launch, self._launched.attempt)
+            newest = self.store.newest()
         self._is_leftover = (
             newest is not None and self.delete_checkpoint and self._is_complete(newest.snapshot)
         )
@@ -274,7 +276,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         set_first_epoch(self.model, 0)  # an earlier fit that failed may have left another value
         self._restored = self._newest.snapshot if self._newest is not None else None
         if self._restored is not None:
-            self._restore(self._restored)
+            with time_account().during("restore"):
+                self._restore(self._restored)
             self._note_validation()
         else:
             self._note_validation()
@@ -417,7 +420,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._engine.broadcast_from_chief([0.0])  # a barrier: no worker exits before that
         raise preemption.Preempted
 
-    def _save(
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with time_account().during("save"):
+            self._submit(*args, **kwargs)
+
+    def _submit(
         self,
         epoch: int,
         step: int,
@@ -508,7 +515,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         writing = self._writing
         self._writing = None
         if writing is not None:
-            writing.result()
+            with time_account().during("save"):
+                writing.result()
 
     # --- Restoring --------------------------------------------------------------------------------
     def _agree(self) -> None:

@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from tfdist.config import nearest, step_range
 from tfdist.keras_compat import engine_of, log_writers
+from tfdist.runtime.goodput import so_far
+from tfdist.runtime.launch_protocol import Launched, read_journal
+from tfdist.runtime.time_account import time_account
 from tfdist.storage import files
 from tfdist.storage.mirror import Mirror
 from tfdist.telemetry import hparams as hparams_tab
@@ -30,8 +33,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     If the result of a metric is a vector or a dict, each entry has a curve of its own, such as
     `epoch_f1_score/0`. In addition to Keras' `epoch_*` scalars, each epoch adds
     `speed/examples_per_second` (all replicas), `speed/step_milliseconds` and `speed/input_wait`
-    (fraction of the time, 0 to 1, that steps waited for a batch). These need a strategy made by
-    tfdist.
+    (fraction of the time, 0 to 1, that steps waited for a batch). The chief adds `goodput/training`
+    and the shares of the other categories of `tfdist goodput`, of the whole job so far. These need
+    a strategy made by tfdist.
 
     Args:
         log_dir: Directory of the logs, in which the subdirectories `train` and `validation` are
@@ -118,6 +122,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
                 self.hparams,
             )
         self._graph_due = self.write_graph and not self.follows
+        self._launched = Launched.from_environ()
+        log_dir = self._launched.log_dir
+        self._journal = read_journal(log_dir) if log_dir and not self.follows else []
 
     def on_train_end(self, logs=None):
         """See `keras.callbacks.Callback`."""
@@ -183,6 +190,14 @@ class TensorBoard(keras.callbacks.TensorBoard):
                     "speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch
                 )
                 tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
+        if not self.follows:
+            self._write_goodput(epoch)
+
+    def _write_goodput(self, epoch: int) -> None:
+        goodput = so_far(self._journal, self._launched.attempt, time_account().state())
+        with self.own_writers[0].as_default(), tf.summary.record_if(True):
+            for name, seconds in goodput.seconds.items():
+                tf.summary.scalar(f"goodput/{name}", seconds / goodput.wall, step=epoch)
 
     def on_test_end(self, logs=None):
         """See `keras.callbacks.Callback`."""

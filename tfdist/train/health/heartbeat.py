@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.runtime import fault_plan
 from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read_journal
+from tfdist.runtime.time_account import time_account
 
 
 class ChaosError(RuntimeError):
@@ -69,10 +70,21 @@ class Heartbeat:
         """
         self.beat(Phase.IDLE)
 
-    def at(self, epoch: int, step: int) -> None:
-        """Report the current epoch and step of the fit, and inject the faults of that step."""
+    def at(self, epoch: int, step: int, done: int = 0) -> None:
+        """Report the current epoch and step of the fit, and inject the faults of that step.
+
+        Args:
+            epoch: Epoch, from 0.
+            step: Number of its steps that are done.
+            done: Number of steps that have run since the last report, default 0.
+        """
         self.epoch = epoch
         self.step = step
+        account = time_account()
+        account.add_steps(done)
+        if not self._stepped:
+            account.base = max(0, self.total - done)
+        account.reached = self.total
         self.beat(Phase.RUNNING)
         if not self._stepped:
             self._stepped = True

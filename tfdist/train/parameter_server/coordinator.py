@@ -243,7 +243,8 @@ class Coordinator(Hooks):
 
         def on_call(steps: int) -> None:
             if trains:
-                self.heartbeat.at(self.heartbeat.epoch, steps)
+                done = max(0, steps - self.heartbeat.step)
+                self.heartbeat.at(self.heartbeat.epoch, steps, done)
             else:
                 self.heartbeat.beat(Phase.RUNNING)
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import metric_variables, metrics_of, step_counter
+from tfdist.runtime.time_account import time_account
 from tfdist.train.metric_calls import Results, check_adds, observed
 from tfdist.train.parameter_server import metric_deltas
 from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
@@ -85,6 +86,7 @@ class RemoteRunner:
         self._host = host
         self.model = model
         self._step = step
+        self._category = "validation" if step == model.test_step else "training"
         self._results = results
         self._graphs: dict = {}
         self._keys: list[str] = []  # names of the step's logs
@@ -119,6 +121,10 @@ class RemoteRunner:
     # --- In the main thread -----------------------------------------------------------------------
     def __call__(self, iterator) -> dict[str, Any]:
         """Dispatch the steps of one call of Keras, and return the newest logs."""
+        with time_account().running(self._category):
+            return self._call(iterator)
+
+    def _call(self, iterator) -> dict[str, Any]:
         if not self._calls:
             self._seeds = metric_deltas.seeds(self.model)
             counter = self._counter()
@@ -210,7 +216,8 @@ class RemoteRunner:
 
         This also sets the final values of the last step in `logs`.
         """
-        self.join()
+        with time_account().during(self._category):
+            self.join()
         results = self._update_logs()
         counter = self._counter()
         if (
@@ -370,7 +377,8 @@ class RemoteRunner:
     def _graph(self, item: WorkItem) -> _Graph:
         kind = "there" if item.batches is None else repr(any_rows(item.batches[0]))
         if kind not in self._graphs:
-            self._graphs[kind] = self._trace(item)
+            with time_account().during("compile"):
+                self._graphs[kind] = self._trace(item)
         return self._graphs[kind]
 
     def _trace(self, item: WorkItem) -> _Graph:

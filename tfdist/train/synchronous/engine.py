@@ -28,6 +28,8 @@ from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
+from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
+from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
 from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
 from tfdist.train.callbacks.saving import backing, same_on_workers
@@ -143,6 +145,8 @@ class Engine(Hooks):
         expected_equal["number of tfdist.StepBreakdown callbacks"] = len(
             breakdowns := [c for c in callbacks if isinstance(c, StepBreakdown)]
         )
+        measures = bool(Launched.from_environ().stragglers) and self.placement.workers > 1
+        expected_equal[f"{STRAGGLERS}, which tfdist launch sets"] = measures
         exact, exact_test, progress, saves = self._agree(
             model, expected_equal, callbacks, bool(call["progress"])
         )
@@ -163,7 +167,7 @@ class Engine(Hooks):
             range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
         )
         self.heartbeat.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
-        with self._during("fit"), self._recording(breakdowns, exact):
+        with self._during("fit"), self._recording(breakdowns, exact, measures):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -468,6 +472,10 @@ class Engine(Hooks):
         The other workers contribute their parts of sharded variables. Under local SGD the replicas
         are synchronized first.
         """
+        with time_account().during("save"):
+            return self._save(model, keras_method, *args, **kwargs)
+
+    def _save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._replica_state(model).gather()
         with self.gathered(model):
             if self.placement.is_chief:
@@ -540,9 +548,9 @@ class Engine(Hooks):
         self._active = runner
 
     @contextlib.contextmanager
-    def _recording(self, breakdowns: list[StepBreakdown], exact: bool):
-        """Measure the steps of a fit if it has `StepBreakdown` callbacks."""
-        if breakdowns:
+    def _recording(self, breakdowns: list[StepBreakdown], exact: bool, measures: bool):
+        """Measure the steps of a fit for `StepBreakdown` callbacks, or to find stragglers."""
+        if breakdowns or measures:
             self._recorder = Recorder(
                 self._strategy,
                 self.placement,

@@ -24,6 +24,7 @@ from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import local_component, metric_variables
 from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
+from tfdist.runtime.time_account import time_account
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.synchronous.assigned_weights import noted_in
@@ -71,6 +72,9 @@ class Runner:
     ):
         self._heartbeat = heartbeat
         self._trains = trains
+        self._category = "training" if trains else "validation"  # of the time account
+        self._traced = False  # whether the running call has traced or compiled
+        self._counted = 0.0  # seconds of the category before that call
         self._strategy = strategy
         self._placement = placement
         self._host = host
@@ -159,12 +163,13 @@ class Runner:
         other values.
         """
         step_times = self.recorder.end_steps(self.epoch) if self.recorder else None
-        if self._trains:
-            self._replica_state.sync_replicas()
-            self._replica_state.check_equal(self._assigned)
-        else:
-            self._replica_state.sync_statistics()
-        results = self._check_workers(step_times)
+        with time_account().during(self._category):
+            if self._trains:
+                self._replica_state.sync_replicas()
+                self._replica_state.check_equal(self._assigned)
+            else:
+                self._replica_state.sync_statistics()
+            results = self._check_workers(step_times)
         self._begin_epoch()
         self.epoch += 1
         if self._trains:
@@ -186,6 +191,16 @@ class Runner:
         return self.logs
 
     def _run(self, iterator) -> None:
+        self._traced = False
+        self._counted = time_account().counted(self._category)
+        with time_account().running(self._category):
+            try:
+                self._run_calls(iterator)
+            except Exception:
+                self._account_for(self.stats)
+                raise
+
+    def _run_calls(self, iterator) -> None:
         per_call = self.model.steps_per_execution
         calls = self._calls_to_run(per_call)
         if not self.stats.steps:
@@ -212,6 +227,7 @@ class Runner:
         self._base_steps += steps
         seconds = time.perf_counter() - start
         if not steps:
+            self._account_for(before)
             self._report_call(before)
             raise StopIteration
         self.stats.steps += steps
@@ -234,11 +250,22 @@ class Runner:
         elif self.watch.saves and self._calls_done >= self._next_stop_check:
             self.stopping = self.stopping or self._any_worker_stops()
             self._next_stop_check = self._calls_done + self._calls_ahead
+        self._account_for(before)
         self._report_call(before)
         if self._trains:
-            self._heartbeat.at(self.epoch, self.steps_done)
+            self._heartbeat.at(self.epoch, self.steps_done, steps)
         else:
             self._heartbeat.beat(Phase.RUNNING)
+
+    def _account_for(self, before: Stats) -> None:
+        """Move what of a call was no step to its own category of the time account."""
+        account = time_account()
+        seconds = account.state().seconds[self._category] - self._counted
+        if self._traced:
+            account.move(self._category, "compile", seconds)
+        elif self._trains:
+            waited = self.stats.input_seconds - before.input_seconds
+            account.move(self._category, "input", min(waited, seconds))
 
     def _report_call(self, before: Stats) -> None:
         """Report a call to the recorder."""
@@ -468,6 +495,7 @@ class Runner:
             body: Any = self._loop if kind == "loop" else batch
 
             def traced(*args):
+                self._traced = True
                 if self.recorder:
                     self.recorder.mark_compiled()
                 return body(*args, even)

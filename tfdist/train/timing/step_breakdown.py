@@ -20,11 +20,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.parallel.placement import Placement
+from tfdist.runtime.formatting import milliseconds
+from tfdist.runtime.launch_protocol import STRAGGLER, STRAGGLER_OVER, Launched, note
+from tfdist.runtime.time_account import time_account
 from tfdist.telemetry import layout
 from tfdist.telemetry.step_records import Window, write
 from tfdist.telemetry.writers import TensorBoardWriter
 from tfdist.train.synchronous.replica_state import all_gather
 from tfdist.train.timing.graph_timestamps import PER_REPLICA
+from tfdist.train.timing.stragglers import Change, Limits, StragglerDetector
 
 log = logging.getLogger("tfdist")
 
@@ -122,6 +126,8 @@ class Recorder:
         self._calls = 0  # since the last exchange
         self._steps: int | None = None  # since training began
         self._compiled = False
+        self._launched = Launched.from_environ()
+        self._detector = StragglerDetector(Limits.from_text(self._launched.stragglers))
         self.bytes = 0
         for path in paths:
             try:
@@ -197,7 +203,7 @@ class Recorder:
             shortest: One row per worker, `[workers, _BLOCK]`. All workers have run the same number
                 of steps.
         """
-        self._write_pending(shortest.min(0))
+        self._settle(shortest)
 
     def close(self) -> None:
         """Close the writers at the end of the fit."""
@@ -246,17 +252,66 @@ class Recorder:
 
     def _exchange(self) -> None:
         """Exchange times with the other workers; called at the same step on every worker."""
-        sums = self._sums()
-        if self._placement.workers > 1 and len(sums):
-            blocks: np.ndarray = np.pad(sums, (0, -len(sums) % _BLOCK)).reshape(-1, _BLOCK)
+        sums = self._sums()[None]
+        if self._placement.workers > 1 and sums.size:
+            blocks: np.ndarray = np.pad(sums[0], (0, -sums.size % _BLOCK)).reshape(-1, _BLOCK)
             sums = np.concatenate(
-                [all_gather(self._strategy, self._placement, block).min(0) for block in blocks]
+                [all_gather(self._strategy, self._placement, block) for block in blocks], 1
             )
-        self._write_pending(sums)
+        self._settle(sums)
 
     def _sums(self) -> np.ndarray:
         """Return the shortest all-reduce time of a local replica, for each step not yet settled."""
         return np.concatenate([np.zeros(0), *(steps for _, steps in self._pending)])
+
+    def _settle(self, times: np.ndarray) -> None:
+        """Use the all-reduce times of each worker's fastest replica, `[workers, steps]`."""
+        if self._placement.workers > 1 and self._placement.is_chief:
+            self._find_stragglers(times)
+        self._write_pending(times.min(0))
+
+    def _find_stragglers(self, times: np.ndarray) -> None:
+        """Compare how long the workers were busy in the pending windows.
+
+        All leave an all-reduce at the same time. So a step takes the same time on each worker, and
+        what it does not spend in the all-reduce it is busy.
+        """
+        for window, steps in self._pending:
+            inside = times[:, : len(steps)].sum(1)
+            times = times[:, len(steps) :]
+            if window.steady:
+                seconds = window.seconds - window.parts["host"]
+                busy = (seconds - inside).tolist()
+                for change in self._detector.add(busy, window.steps, window.seconds):
+                    self._report(change)
+
+    def _report(self, change: Change) -> None:
+        """Tell the log and the launcher about a straggler."""
+        task = self._placement.task(change.rank)
+        host = _host_of(self._strategy, task)
+        note(
+            self._launched.log_dir,
+            STRAGGLER if change.begins else STRAGGLER_OVER,
+            task=task,
+            attempt=self._launched.attempt,
+            host=host,
+            slower=round(change.slower, 3),
+            step_seconds=round(change.own, 6),
+            others_step_seconds=round(change.others, 6),
+        )
+        where = f"{task} on {host}" if host else task
+        own, others = milliseconds(change.own), milliseconds(change.others)
+        if change.begins:
+            log.warning(
+                "%s is a straggler: without waiting for others, its step takes %s, and that of "
+                "the other workers %s (median). Look at what else runs on its host, at the clock "
+                "of its processor, and at its data.",
+                where,
+                own,
+                others,
+            )
+        else:
+            log.warning("%s is no straggler any more: its step takes %s.", where, own)
 
     def _write_pending(self, shortest: np.ndarray) -> None:
         """Write the pending windows, with the shortest all-reduce times of all workers."""
@@ -266,7 +321,10 @@ class Recorder:
         for window, steps in pending:
             needed = float(shortest[: len(steps)].sum())
             shortest = shortest[len(steps) :]
-            self._write(split_wait(window, needed))
+            window = split_wait(window, needed)
+            if window.steady:
+                time_account().move("training", "sync", window.parts["wait"])
+            self._write(window)
 
     def _write(self, window: Window) -> None:
         values = {
@@ -291,6 +349,17 @@ class Recorder:
             error,
         )
         del self._tensorboards[path]
+
+
+def _host_of(strategy: tf.distribute.Strategy, task: str) -> str:
+    """Return the host in the address of a task; "" if it is unknown."""
+    resolver = strategy.cluster_resolver
+    kind, _, index = task.partition(":")
+    try:
+        address = resolver.cluster_spec().task_address(kind, int(index)) if resolver else ""
+    except ValueError:  # no such task
+        return ""
+    return address.rpartition(":")[0]
 
 
 def compute_times(started: float, readings: np.ndarray) -> Times:

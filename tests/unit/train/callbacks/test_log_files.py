@@ -34,7 +34,7 @@ def points(directory):
             tf.compat.v1.Event.FromString, tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
         ):
             for value in event.summary.value:
-                if value.tag != "keras" and not value.tag.startswith("speed/"):
+                if not value.tag.startswith(("keras", "speed/", "goodput/")):
                     values[path.parent.name, value.tag, event.step].append(
                         tf.make_ndarray(value.tensor)
                     )

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, GLOBAL_BATCH, STEPS, Steps, data, dataset
+from tfdist.runtime.goodput import CATEGORIES
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.synchronous import loop, worker_callbacks
 from tfdist.train.synchronous.loop import Runner
@@ -256,6 +257,10 @@ def test_tensorboard_writes_results_and_speed(one_device, tmp_path):
     ):
         assert rate == pytest.approx(GLOBAL_BATCH / milliseconds * 1e3, rel=1e-4)
     assert all(0 <= share <= 1 for share in scalars["train/speed/input_wait"].values())
+    for epoch in (0, 1):
+        shares = [scalars[f"train/goodput/{name}"][epoch] for name in CATEGORIES]
+        assert sum(shares) == pytest.approx(1.0, abs=1e-3)
+        assert scalars["train/goodput/training"][epoch] > 0
 
 
 def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
