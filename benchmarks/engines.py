@@ -350,7 +350,7 @@ def report(names: list[str], results: dict, not_run: dict, facts: dict, notes: s
     lines += table("engine", *COLUMNS.values(), "load before")
     for name in names:
         figures = results.get(name, [])
-        if name in not_run:
+        if not figures:
             cells = ["not run"] * len(COLUMNS) + [""]
         else:
             cells = [
@@ -358,10 +358,14 @@ def report(names: list[str], results: dict, not_run: dict, facts: dict, notes: s
                 for key in (*COLUMNS, "load")
             ]
         lines += row(ENGINES[name].title, *cells)
-    lines += ["", "`mpirun` ends at the first failure, and starts nothing again."]
+    lines += [
+        "",
+        "`mpirun` ends at the first failure, and starts nothing again. Kubernetes waits 10 s and "
+        "more before it replaces a failed pod; the kubelet of the tests makes it skip that.",
+    ]
     if not_run:
         reasons = [f"- {ENGINES[name].title}: {reason}" for name, reason in not_run.items()]
-        lines += ["", "Not run:", "", *reasons]
+        lines += ["", "Not run, or not in all rounds:", "", *reasons]
     return "\n".join(lines) + "\n"
 
 
@@ -385,7 +389,9 @@ def main(argv: list[str]) -> int:
     results, not_run = run(args.engines, args.rounds, args.timeout)
     failed = any(reason.startswith("failed") for reason in not_run.values())
     text = report(args.engines, results, not_run, facts, args.notes)
-    code = conclude(args, "engines", facts, [], text, seconds=results, not_run=not_run)
+    code = conclude(
+        args, "engines", facts, [], text, notes=args.notes, seconds=results, not_run=not_run
+    )
     return code or int(failed)
 
 
