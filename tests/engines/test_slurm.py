@@ -35,6 +35,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 """
 BOUND_S = 90
+TASKS = ("worker:0", "ps:0")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ class SlurmLaunch(Launch):
         waits = time.monotonic()
         end = waits + seconds
         while True:
-            text = self.slurm.run("scontrol", "-o", "show", "job", job)
+            text = self.slurm.run("scontrol", "-o", "show", "job", job).partition("\n")[0]
             state = re.search(r"JobState=(\w+)", text)[1]
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                 code = re.search(r"ExitCode=(\d+):", text)[1]
@@ -375,6 +376,58 @@ def test_array_makes_a_job_for_each_number(launch, slurm):
         code, out, err = launch.tfdist("logs", f"{job}_{number}")
         assert code == 0, err
         assert f"number {number}" in out
+
+
+def test_heterogeneous_job_gives_each_component_its_tasks(launch, slurm):
+    """Chief and worker get the first component, the parameter server the second, in both starts."""
+    script = (
+        BEAT
+        + SAVE
+        + """
+print("on", os.environ["SLURMD_NODENAME"], "restart", restart, flush=True)
+print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES", "none"), flush=True)
+ready()
+if restart == "0" or me == "ps:0": train(60)
+"""
+    )
+    gpus = "--gpus-per-task=1 " if slurm.has_gpus else ""
+    components = f"--slurm-options={gpus}: --ntasks=1 --nodes=1"
+    job = launch.submit("--chief", "--workers=1", "--ps=1", components, script=script)
+    launch.wait_for("chief:0.ready", "worker:0.ready", "ps:0.ready")
+    assert re.search(rf"^{job} +RUNNING ", launch.tfdist("jobs")[1], re.MULTILINE)
+    slurm.run("scancel", "--signal=TERM", job)
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert f"exit code 42: queue job {job} again" in text
+    for restart in (0, 1):
+        nodes = [re.search(rf"\[{task}\] on (\S+) restart {restart}", text)[1] for task in TASKS]
+        assert len(set(nodes)) == 2, text
+    if slurm.has_gpus:
+        assert {"0", "1"} == set(re.findall(r"\[(?:chief|worker):0\] gpus (\d)", text))
+        assert "[ps:0] gpus none" in text
+
+
+def test_lost_component_of_an_allocation_is_replaced(launch, slurm):
+    script = (
+        BEAT
+        + """
+print("on", os.environ["SLURMD_NODENAME"], flush=True)
+open(f"{me}.{attempt}", "w").close()
+if attempt == "0": train(60)
+"""
+    )
+    components = "--slurm-options=: --ntasks=1 --nodes=1"
+    launch.start("--workers=2", components, "--restarts=1", script=script)
+    launch.wait_for("worker:0.0", "worker:1.0")
+    slurm.lose_node(NODES[1])
+    try:
+        code, out, err = launch.finish()
+    finally:
+        slurm.return_node(NODES[1])
+    assert code == 0, err
+    assert "asking for another" in err
+    assert out.count(f" on {NODES[1]}\n") == 1
+    assert out.count(f" on {NODES[2]}\n") == 1
 
 
 def test_allocation_of_the_user_is_used_and_kept(launch, slurm):

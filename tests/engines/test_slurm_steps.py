@@ -90,6 +90,17 @@ def test_arbitrary_distribution_follows_the_hostfile(slurm, tmp_path):
     assert [task["rank"] for task in tasks] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("components", ["-N1 -n2 : -N2 -n2", "-N1 -n1 : -N2 -n4"])
+def test_step_over_components_of_a_heterogeneous_job_is_one_cluster(slurm, components):
+    salloc = ["salloc", "--quiet", *components.split()]
+    tasks = tasks_of(slurm, *salloc, "srun", "--het-group=0,1", "--resv-ports=0")
+    assert len(tasks) == 4 + (components.count("n4"))
+    for rank, task in enumerate(tasks):
+        assert task["procid"] == task["rank"] == rank
+        assert task["jobs"] == tasks[0]["jobs"]
+        assert task["address"].startswith(f"{task['node']}:")
+
+
 def test_hung_task_of_a_plain_step_ends_it_within_its_bound(slurm, tmp_path):
     """The recipe of docs/slurm.md: `srun ... tfdist agent`, without a launcher."""
     script = tmp_path / "hang.py"
