@@ -367,15 +367,31 @@ def test_jobs_are_listed_followed_and_cancelled(launch, slurm):
 
 
 def test_array_makes_a_job_for_each_number(launch, slurm):
-    script = "print('number', os.environ['SLURM_ARRAY_TASK_ID'])"
-    job = launch.submit("--workers=1", "--array=1,3", script=script)
+    """All jobs of the array run at once, each on its own node."""
+    script = (
+        BEAT
+        + """
+number = os.environ["SLURM_ARRAY_TASK_ID"]
+print("number", number, "on", os.environ["SLURMD_NODENAME"], flush=True)
+open(f"{number}.ready", "w").close()
+while not os.path.exists("go"): train(0.1)
+"""
+    )
+    whole_nodes = "--slurm-options=--cpus-per-task=2"
+    job = launch.submit("--workers=1", "--array=1-3", whole_nodes, script=script)
+    launch.wait_for("1.ready", "2.ready", "3.ready")
+    (launch.directory / "go").touch()
     end = time.monotonic() + BOUND_S
     while slurm.jobs() and time.monotonic() < end:
         time.sleep(0.2)
-    for number in (1, 3):
+    nodes = set()
+    for number in (1, 2, 3):
         code, out, err = launch.tfdist("logs", f"{job}_{number}")
         assert code == 0, err
-        assert f"number {number}" in out
+        assert f"number {number} on " in out
+        nodes |= set(re.findall(r"number \d on (\S+)", out))
+        assert "exit code" not in out
+    assert nodes == set(NODES)
 
 
 def test_heterogeneous_job_gives_each_component_its_tasks(launch, slurm):

@@ -90,6 +90,27 @@ def test_arbitrary_distribution_follows_the_hostfile(slurm, tmp_path):
     assert [task["rank"] for task in tasks] == [0, 1, 2, 3]
 
 
+def test_agents_of_an_arbitrary_distribution_are_the_workers_of_the_hostfile(slurm, tmp_path):
+    order = [NODES[1], NODES[2], NODES[0], NODES[2]]
+    (tmp_path / "hosts").write_text("\n".join(order) + "\n")
+    (tmp_path / "task.py").write_text(
+        "import json, os\n"
+        "config = json.loads(os.environ['TF_CONFIG'])\n"
+        "hosts = [address.rpartition(':')[0] for address in config['cluster']['worker']]\n"
+        "facts = [config['task']['index'], int(os.environ['SLURM_PROCID']), hosts]\n"
+        "print(json.dumps([*facts, os.environ['SLURMD_NODENAME']]), flush=True)\n"
+    )
+    result = subprocess.run(
+        ["srun", "-n4", "-N3", "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=60",
+         sys.executable, "-m", "tfdist", "agent", "--", "task.py"],
+        env={**slurm, "SLURM_HOSTFILE": str(tmp_path / "hosts")}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=BOUND_S,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    tasks = sorted(map(json.loads, result.stdout.splitlines()))
+    assert tasks == [[rank, rank, order, node] for rank, node in enumerate(order)]
+
+
 @pytest.mark.parametrize("components", ["-N1 -n2 : -N2 -n2", "-N1 -n1 : -N2 -n4"])
 def test_step_over_components_of_a_heterogeneous_job_is_one_cluster(slurm, components):
     salloc = ["salloc", "--quiet", *components.split()]
