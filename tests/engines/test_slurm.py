@@ -106,6 +106,17 @@ class SlurmLaunch(Launch):
             assert time.monotonic() < end, f"{text}\n{self.output(job)}\n{self.slurm.log()}"
             time.sleep(0.3)
 
+    def wait_for_requeues(self, job, count):
+        """Wait until a job was queued again some times; let it start without Slurm's wait."""
+        end = time.monotonic() + BOUND_S
+        while self.output(job).count(f"queue job {job} again") < count or "BeginTime" not in (
+            self.slurm.run("scontrol", "-o", "show", "job", job)
+        ):
+            assert time.monotonic() < end, f"{self.output(job)}\n{self.slurm.log()}"
+            time.sleep(0.3)
+        time.sleep(4)  # see `finish_job`
+        self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def output(self, job):
         path = self.directory / f"slurm-{job}.out"
         return path.read_text() if path.exists() else ""
@@ -306,6 +317,28 @@ if restart == "0": open(f"{me}.running", "w").close(); train(60)
     assert launch.finish_job(urgent)[0] == "COMPLETED"
 
 
+def test_preemption_before_the_tasks_can_save_counts_as_a_restart(launch, slurm):
+    script = BEAT + "if restart == '0': ready(); train(60)\n"
+    job = launch.submit("--workers=2", "--nodes=2", "--restarts=1", script=script)
+    launch.wait_for("worker:0.ready", "worker:1.ready")
+    urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert "no task has saved before it ended; this counts as a restart" in text
+    assert f"exit code 75: queue job {job} again" in text
+    assert launch.finish_job(urgent)[0] == "COMPLETED"
+
+
+def test_preemption_while_the_launcher_starts_loses_no_job(launch, slurm):
+    script = BEAT + "print('restart', restart, flush=True)\ntrain(5)\n"
+    job = launch.submit("--workers=2", "--nodes=2", "--restarts=1", script=script)
+    slurm.wait_for("RUNNING", "scontrol", "-o", "show", "job", job)
+    urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert launch.finish_job(urgent)[0] == "COMPLETED"
+
+
 @pytest.mark.parametrize("options", ["--signal=TERM", "--signal=TERM --batch"])
 def test_sigterm_to_steps_or_to_the_script_saves(launch, slurm, options):
     script = BEAT + SAVE + "if restart == '0': ready(); train(60)\n"
@@ -503,27 +536,31 @@ def test_controller_that_does_not_answer_is_named(launch, tmp_path):
     assert "look at `scontrol ping`" in err
 
 
-def test_digits_resume_after_a_preemption(launch, slurm, digits_dir):
-    """The weights of the preempted job are those of an undisturbed launch on one machine."""
+def test_digits_equal_an_undisturbed_launch_after_five_preemptions(launch, slurm, digits_dir):
+    """A job with priority takes the nodes five times, in different epochs and steps."""
     launch.environ["TFDS_DATA_DIR"] = str(digits_dir)
 
     def words(name):
         return (
             "--workers=2", "--chaos=none", f"--log-dir={name}", "--grace=60", "--",
-            str(ROOT / "examples" / "digits.py"), "--epochs=3",
+            str(ROOT / "examples" / "digits.py"), "--epochs=7",
             f"--backup_dir={launch.directory / name}-backup",
         )  # fmt: skip
 
-    code, out, err = launch.tfdist("submit", "--nodes=2", *words("job"))
+    # One restart is spare, for a preemption before the training has begun to listen.
+    code, out, err = launch.tfdist("submit", "--nodes=2", "--restarts=1", *words("job"))
     assert code == 0, err
     job = out.strip()
-    launch.wait_for_output(job, "Epoch 2/3", 300)
-    slurm.run("scancel", "--signal=TERM", job)  # as Slurm does within the grace of a preemption
+    for number, (epoch, delay) in enumerate([(1, 0.0), (2, 0.5), (3, 1.0), (4, 0.2), (5, 1.5)]):
+        launch.wait_for_output(job, f"Epoch {epoch}/7", 300)
+        time.sleep(delay)  # for another step within the epoch
+        urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+        launch.wait_for_requeues(job, number + 1)
+        assert launch.finish_job(urgent)[0] == "COMPLETED"
     state, code, text = launch.finish_job(job, 300)
     assert (state, code) == ("COMPLETED", 0), text
-    assert f"exit code 42: queue job {job} again" in text
-    assert "Epoch 1/3" not in text.partition("queue job")[2], text
+    assert text.count(f"exit code 42: queue job {job} again") == 5, text
     code, out, err = launch.tfdist("launch", *words("here"), timeout=300)
     assert code == 0, out + err
-    code, out, err = launch.tfdist("chaos", "report", "job/start-1", "--against", "here")
+    code, out, err = launch.tfdist("chaos", "report", "job/start-5", "--against", "here")
     assert code == 0, out + err

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launch.engines import slurm_commands, slurm_job
@@ -194,17 +195,26 @@ def restarts_used(directory: str) -> int:
     return max(counts, default=0) + (not saved)
 
 
-def final_code(code: int, policy: Policy, show_line: Callable[[str], None]) -> int:
+def final_code(
+    code: int, policy: Policy, show_line: Callable[[str], None], interrupted: bool = False
+) -> int:
     """Return the exit code of a launcher in a batch job.
 
     75 makes the job's script queue the job again, which counts as a restart. Without a restart that
-    is left, the code is 1.
+    is left, the code is 1. A preemption before the tasks could save, such as one while they start,
+    also gives 75.
 
     Args:
         code: Exit code of the launch.
         policy: Restart policy, which knows what is left.
         show_line: Function that shows a line to the user.
+        interrupted: Whether a signal to the launcher has ended the launch.
     """
+    if interrupted and code == 128 + signal.SIGTERM:
+        show_line(
+            "tfdist: no task has saved before it ended; this counts as a restart (--restarts)"
+        )
+        code = TRANSIENT_CODE
     if code != TRANSIENT_CODE or policy.left > 0:
         return code
     show_line(

@@ -50,6 +50,14 @@ def test_exit_code_75_needs_a_restart_that_is_left():
     assert "no restart is left" in lines[0]
 
 
+def test_preemption_before_a_snapshot_counts_as_a_restart():
+    lines = []
+    assert slurm_launch.final_code(143, Policy(1), lines.append, interrupted=True) == 75
+    assert "no task has saved" in lines[0]
+    assert slurm_launch.final_code(143, Policy(1), lines.append) == 143  # a task's own SIGTERM
+    assert slurm_launch.final_code(143, Policy(0), lines.append, interrupted=True) == 1
+
+
 def test_component_that_does_not_say_its_tasks_is_refused():
     with pytest.raises(ValueError, match="expected --ntasks=N in each component after ':'"):
         request_of(3, options=["--ntasks=2", ":", "--partition=cpu"])
