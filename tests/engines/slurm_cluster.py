@@ -41,7 +41,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 MpiDefault=none
 MpiParams=ports={first}-{middle}
 SrunPortRange={after}-{last}
@@ -51,7 +51,7 @@ SlurmdTimeout=6
 KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP PriorityTier=1 GraceTime=20
+PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=30 State=UP PriorityTier=10 PreemptMode=OFF
 """
 GPU_CONFIG = "GresTypes=gpu\n"

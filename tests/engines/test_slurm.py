@@ -35,6 +35,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 """
 BOUND_S = 90
+TASKS = ("worker:0", "ps:0")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ class SlurmLaunch(Launch):
         waits = time.monotonic()
         end = waits + seconds
         while True:
-            text = self.slurm.run("scontrol", "-o", "show", "job", job)
+            text = self.slurm.run("scontrol", "-o", "show", "job", job).partition("\n")[0]
             state = re.search(r"JobState=(\w+)", text)[1]
             if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
                 code = re.search(r"ExitCode=(\d+):", text)[1]
@@ -104,6 +105,17 @@ class SlurmLaunch(Launch):
                 self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             assert time.monotonic() < end, f"{text}\n{self.output(job)}\n{self.slurm.log()}"
             time.sleep(0.3)
+
+    def wait_for_requeues(self, job, count):
+        """Wait until a job was queued again some times; let it start without Slurm's wait."""
+        end = time.monotonic() + BOUND_S
+        while self.output(job).count(f"queue job {job} again") < count or "BeginTime" not in (
+            self.slurm.run("scontrol", "-o", "show", "job", job)
+        ):
+            assert time.monotonic() < end, f"{self.output(job)}\n{self.slurm.log()}"
+            time.sleep(0.3)
+        time.sleep(4)  # see `finish_job`
+        self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def output(self, job):
         path = self.directory / f"slurm-{job}.out"
@@ -305,6 +317,28 @@ if restart == "0": open(f"{me}.running", "w").close(); train(60)
     assert launch.finish_job(urgent)[0] == "COMPLETED"
 
 
+def test_preemption_before_the_tasks_can_save_counts_as_a_restart(launch, slurm):
+    script = BEAT + "if restart == '0': ready(); train(60)\n"
+    job = launch.submit("--workers=2", "--nodes=2", "--restarts=1", script=script)
+    launch.wait_for("worker:0.ready", "worker:1.ready")
+    urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert "no task has saved before it ended; this counts as a restart" in text
+    assert f"exit code 75: queue job {job} again" in text
+    assert launch.finish_job(urgent)[0] == "COMPLETED"
+
+
+def test_preemption_while_the_launcher_starts_loses_no_job(launch, slurm):
+    script = BEAT + "print('restart', restart, flush=True)\ntrain(5)\n"
+    job = launch.submit("--workers=2", "--nodes=2", "--restarts=1", script=script)
+    slurm.wait_for("RUNNING", "scontrol", "-o", "show", "job", job)
+    urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert launch.finish_job(urgent)[0] == "COMPLETED"
+
+
 @pytest.mark.parametrize("options", ["--signal=TERM", "--signal=TERM --batch"])
 def test_sigterm_to_steps_or_to_the_script_saves(launch, slurm, options):
     script = BEAT + SAVE + "if restart == '0': ready(); train(60)\n"
@@ -378,15 +412,83 @@ def test_jobs_are_listed_followed_and_cancelled(launch, slurm):
 
 
 def test_array_makes_a_job_for_each_number(launch, slurm):
-    script = "print('number', os.environ['SLURM_ARRAY_TASK_ID'])"
-    job = launch.submit("--workers=1", "--array=1,3", script=script)
+    """All jobs of the array run at once, each on its own node."""
+    script = (
+        BEAT
+        + """
+number = os.environ["SLURM_ARRAY_TASK_ID"]
+print("number", number, "on", os.environ["SLURMD_NODENAME"], flush=True)
+open(f"{number}.ready", "w").close()
+while not os.path.exists("go"): train(0.1)
+"""
+    )
+    whole_nodes = "--slurm-options=--cpus-per-task=2"
+    job = launch.submit("--workers=1", "--array=1-3", whole_nodes, script=script)
+    launch.wait_for("1.ready", "2.ready", "3.ready")
+    (launch.directory / "go").touch()
     end = time.monotonic() + BOUND_S
     while slurm.jobs() and time.monotonic() < end:
         time.sleep(0.2)
-    for number in (1, 3):
+    nodes = set()
+    for number in (1, 2, 3):
         code, out, err = launch.tfdist("logs", f"{job}_{number}")
         assert code == 0, err
-        assert f"number {number}" in out
+        assert f"number {number} on " in out
+        nodes |= set(re.findall(r"number \d on (\S+)", out))
+        assert "exit code" not in out
+    assert nodes == set(NODES)
+
+
+def test_heterogeneous_job_gives_each_component_its_tasks(launch, slurm):
+    """Chief and worker get the first component, the parameter server the second, in both starts."""
+    script = (
+        BEAT
+        + SAVE
+        + """
+print("on", os.environ["SLURMD_NODENAME"], "restart", restart, flush=True)
+print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES", "none"), flush=True)
+ready()
+if restart == "0" or me == "ps:0": train(60)
+"""
+    )
+    gpus = "--gpus-per-task=1 " if slurm.has_gpus else ""
+    components = f"--slurm-options={gpus}: --ntasks=1 --nodes=1"
+    job = launch.submit("--chief", "--workers=1", "--ps=1", components, script=script)
+    launch.wait_for("chief:0.ready", "worker:0.ready", "ps:0.ready")
+    assert re.search(rf"^{job} +RUNNING ", launch.tfdist("jobs")[1], re.MULTILINE)
+    slurm.run("scancel", "--signal=TERM", job)
+    state, code, text = launch.finish_job(job)
+    assert (state, code) == ("COMPLETED", 0), text
+    assert f"exit code 42: queue job {job} again" in text
+    for restart in (0, 1):
+        nodes = [re.search(rf"\[{task}\] on (\S+) restart {restart}", text)[1] for task in TASKS]
+        assert len(set(nodes)) == 2, text
+    if slurm.has_gpus:
+        assert {"0", "1"} == set(re.findall(r"\[(?:chief|worker):0\] gpus (\d)", text))
+        assert "[ps:0] gpus none" in text
+
+
+def test_lost_component_of_an_allocation_is_replaced(launch, slurm):
+    script = (
+        BEAT
+        + """
+print("on", os.environ["SLURMD_NODENAME"], flush=True)
+open(f"{me}.{attempt}", "w").close()
+if attempt == "0": train(60)
+"""
+    )
+    components = "--slurm-options=: --ntasks=1 --nodes=1"
+    launch.start("--workers=2", components, "--restarts=1", script=script)
+    launch.wait_for("worker:0.0", "worker:1.0")
+    slurm.lose_node(NODES[1])
+    try:
+        code, out, err = launch.finish()
+    finally:
+        slurm.return_node(NODES[1])
+    assert code == 0, err
+    assert "asking for another" in err
+    assert out.count(f" on {NODES[1]}\n") == 1
+    assert out.count(f" on {NODES[2]}\n") == 1
 
 
 def test_allocation_of_the_user_is_used_and_kept(launch, slurm):
@@ -446,27 +548,31 @@ def test_controller_that_does_not_answer_is_named(launch, tmp_path):
     assert "look at `scontrol ping`" in err
 
 
-def test_digits_resume_after_a_preemption(launch, slurm, digits_dir):
-    """The weights of the preempted job are those of an undisturbed launch on one machine."""
+def test_digits_equal_an_undisturbed_launch_after_five_preemptions(launch, slurm, digits_dir):
+    """A job with priority takes the nodes five times, in different epochs and steps."""
     launch.environ["TFDS_DATA_DIR"] = str(digits_dir)
 
     def words(name):
         return (
             "--workers=2", "--chaos=none", f"--log-dir={name}", "--grace=60", "--",
-            str(ROOT / "examples" / "digits.py"), "--epochs=3",
+            str(ROOT / "examples" / "digits.py"), "--epochs=7",
             f"--backup_dir={launch.directory / name}-backup",
         )  # fmt: skip
 
-    code, out, err = launch.tfdist("submit", "--nodes=2", *words("job"))
+    # One restart is spare, for a preemption before the training has begun to listen.
+    code, out, err = launch.tfdist("submit", "--nodes=2", "--restarts=1", *words("job"))
     assert code == 0, err
     job = out.strip()
-    launch.wait_for_output(job, "Epoch 2/3", 300)
-    slurm.run("scancel", "--signal=TERM", job)  # as Slurm does within the grace of a preemption
+    for number, (epoch, delay) in enumerate([(1, 0.0), (2, 0.5), (3, 1.0), (4, 0.2), (5, 1.5)]):
+        launch.wait_for_output(job, f"Epoch {epoch}/7", 300)
+        time.sleep(delay)  # for another step within the epoch
+        urgent = slurm.run("sbatch", "--parsable", "-purgent", "-N3", "--wrap", "true")
+        launch.wait_for_requeues(job, number + 1)
+        assert launch.finish_job(urgent)[0] == "COMPLETED"
     state, code, text = launch.finish_job(job, 300)
     assert (state, code) == ("COMPLETED", 0), text
-    assert f"exit code 42: queue job {job} again" in text
-    assert "Epoch 1/3" not in text.partition("queue job")[2], text
+    assert text.count(f"exit code 42: queue job {job} again") == 5, text
     code, out, err = launch.tfdist("launch", *words("here"), timeout=300)
     assert code == 0, out + err
-    code, out, err = launch.tfdist("chaos", "report", "job/start-1", "--against", "here")
+    code, out, err = launch.tfdist("chaos", "report", "job/start-5", "--against", "here")
     assert code == 0, out + err

@@ -90,6 +90,38 @@ def test_arbitrary_distribution_follows_the_hostfile(slurm, tmp_path):
     assert [task["rank"] for task in tasks] == [0, 1, 2, 3]
 
 
+def test_agents_of_an_arbitrary_distribution_are_the_workers_of_the_hostfile(slurm, tmp_path):
+    order = [NODES[1], NODES[2], NODES[0], NODES[2]]
+    (tmp_path / "hosts").write_text("\n".join(order) + "\n")
+    (tmp_path / "task.py").write_text(
+        "import json, os\n"
+        "config = json.loads(os.environ['TF_CONFIG'])\n"
+        "hosts = [address.rpartition(':')[0] for address in config['cluster']['worker']]\n"
+        "facts = [config['task']['index'], int(os.environ['SLURM_PROCID']), hosts]\n"
+        "print(json.dumps([*facts, os.environ['SLURMD_NODENAME']]), flush=True)\n"
+    )
+    result = subprocess.run(
+        ["srun", "-n4", "-N3", "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=60",
+         sys.executable, "-m", "tfdist", "agent", "--", "task.py"],
+        env={**slurm, "SLURM_HOSTFILE": str(tmp_path / "hosts")}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=BOUND_S,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    tasks = sorted(map(json.loads, result.stdout.splitlines()))
+    assert tasks == [[rank, rank, order, node] for rank, node in enumerate(order)]
+
+
+@pytest.mark.parametrize("components", ["-N1 -n2 : -N2 -n2", "-N1 -n1 : -N2 -n4"])
+def test_step_over_components_of_a_heterogeneous_job_is_one_cluster(slurm, components):
+    salloc = ["salloc", "--quiet", *components.split()]
+    tasks = tasks_of(slurm, *salloc, "srun", "--het-group=0,1", "--resv-ports=0")
+    assert len(tasks) == 4 + (components.count("n4"))
+    for rank, task in enumerate(tasks):
+        assert task["procid"] == task["rank"] == rank
+        assert task["jobs"] == tasks[0]["jobs"]
+        assert task["address"].startswith(f"{task['node']}:")
+
+
 def test_hung_task_of_a_plain_step_ends_it_within_its_bound(slurm, tmp_path):
     """The recipe of docs/slurm.md: `srun ... tfdist agent`, without a launcher."""
     script = tmp_path / "hang.py"

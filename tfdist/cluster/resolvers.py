@@ -136,7 +136,8 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Read the environment of a step that `srun` started: rank i is worker i.
 
     Hosts are Slurm's node names in Slurm's order, so they must resolve. Block, cyclic and plane
-    distributions are supported, and arbitrary ones whose SLURM_HOSTFILE this task can read. Ports
+    distributions are supported, and arbitrary ones whose SLURM_HOSTFILE this task can read. A step
+    over several components of a heterogeneous job (`srun --het-group=0,1`) is one cluster. Ports
     start at `TFDIST_PORT`, if it is set; else they are those of
     `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 150). Each rank has
     its own port; if fewer are reserved, each task of a node has its own port.
@@ -172,12 +173,20 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
         raise ValueError(
             f"Slurm: {len(hosts)} nodes in SLURM_STEP_NODELIST, {len(per_node)} in "
             f"SLURM_STEP_TASKS_PER_NODE with {sum(per_node)} tasks, {size} in "
-            "SLURM_STEP_NUM_TASKS; use a step of a homogeneous job"
+            "SLURM_STEP_NUM_TASKS; start the tasks by srun"
         )
     if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         positions = _hostfile_positions(environ, hosts)
     else:
-        positions = _rank_positions(per_node, _slurm_chunk(environ))
+        positions = []
+        first = 0
+        for count in _nodes_of_components(environ, hosts):
+            counts = per_node[first : first + count]
+            positions += [
+                (first + node, local)
+                for node, local in _rank_positions(counts, _slurm_chunk(environ))
+            ]
+            first += count
     rank, node, local = (
         _integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID")
     )
@@ -384,6 +393,18 @@ def _slurm_chunk(environ: Mapping[str, str]) -> int:
         f"Slurm: SLURM_DISTRIBUTION {name!r} is not known; use srun --distribution=block, cyclic "
         "or plane=N"
     )
+
+
+def _nodes_of_components(environ: Mapping[str, str], hosts: Sequence[str]) -> list[int]:
+    """Return how many nodes of a step each component of a heterogeneous job has.
+
+    Slurm numbers nodes and ranks of a step component by component.
+    """
+    counts = []
+    for component in range(_integer(environ, "SLURM_HET_SIZE", 0)):
+        nodes = expand_hostlist(environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}", ""))
+        counts.append(len(set(nodes) & set(hosts)))
+    return counts if sum(counts) == len(hosts) else [len(hosts)]
 
 
 def _hostfile_positions(environ: Mapping[str, str], hosts: Sequence[str]) -> list[tuple[int, int]]:

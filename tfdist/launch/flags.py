@@ -183,12 +183,7 @@ def _check_slurm_options(text: str | None) -> None:
         words = shlex.split(text or "")
     except ValueError as error:
         raise ValueError(f"--slurm-options: expected words as in a shell: {error}") from error
-    if ":" in words:
-        raise ValueError(
-            "--slurm-options: expected options of one job, received ':' of a heterogeneous job, "
-            "whose parts do not form one cluster; ask for nodes of one kind"
-        )
-    if word := next((word for word in words if not word.startswith("-")), None):
+    if word := next((word for word in words if not word.startswith("-") and word != ":"), None):
         raise ValueError(
             f"--slurm-options: expected options in the form --NAME=VALUE, received {word!r}"
         )

@@ -222,7 +222,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
                 console.notice(f"error: {error}")
                 code = TRANSIENT_CODE
             if slurm_launch.is_requeued(flags):
-                code = slurm_launch.final_code(code, policy, console.notice)
+                code = slurm_launch.final_code(code, policy, console.notice, supervisor.interrupted)
     note(log_dir, "over", code=code)
     goodput = measure([read_journal(log_dir)])
     if goodput.tasks:

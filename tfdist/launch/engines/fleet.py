@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from tfdist.cluster.addresses import join_address
 from tfdist.launch.engines.agent_connection import (
+    CLOSE_S,
     AgentConnection,
     AgentLate,
     AgentLost,
@@ -18,6 +20,8 @@ from tfdist.launch.engines.agent_connection import (
 )
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.launch_protocol import note
+
+CLOSE_ALL_S = 4 * CLOSE_S  # the three waits of one transport, and some time to spare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +154,8 @@ class Fleet:
             started = time.monotonic()
             self._slots = self._engine.allocate(len(names), lost)
             note(self._log_dir, "allocated", seconds=time.monotonic() - started)
-        for slot in [slot for slot in self._agents if slot in lost or slot not in self._slots]:
-            self._agents.pop(slot).close()
+        gone = [slot for slot in self._agents if slot in lost or slot not in self._slots]
+        close_all([self._agents.pop(slot) for slot in gone])
         self._allocates = False
         deadline = time.monotonic() + self._timeout
         new = [slot for slot in self._slots if slot not in self._agents]
@@ -209,8 +213,7 @@ class Fleet:
 
     def close(self) -> None:
         """End all agents, and give their places back."""
-        for agent in self._agents.values():
-            agent.close()
+        close_all(self._agents.values())
         self._engine.close()
 
     def _pass_on(self, number: int) -> None:
@@ -226,6 +229,20 @@ class Fleet:
             except AgentLate as error:
                 if time.monotonic() >= deadline:
                     raise AgentLost(f"{error} within {self._timeout:g} s") from None
+
+
+def close_all(agents: Iterable[AgentConnection]) -> None:
+    """End agents at the same time: the program of a lost one may take its whole bound.
+
+    Args:
+        agents: The agents.
+    """
+    threads = [threading.Thread(target=agent.close, daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + CLOSE_ALL_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def check_same(facts: dict[str, dict[str, str]], problem: str, remedy: str) -> None:

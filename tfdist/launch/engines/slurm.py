@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import re
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tfdist.launch.engines import slurm_commands, slurm_job, slurm_lease
 from tfdist.launch.engines.agent_connection import ProcessTransport
 from tfdist.launch.engines.fleet import Interrupted, NoRoom, Slot
-from tfdist.launch.engines.slurm_job import Job, Node
+from tfdist.launch.engines.slurm_job import Job
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES
 
 PROBE_S = 10.0  # for a step that does nothing
@@ -39,8 +40,9 @@ class Slurm:
         job: Number of the job whose allocation to use; None to make an allocation.
         request: Options of `salloc` for a new allocation.
         python: Python of the agents; None for the path of this one.
-        gpus_per_task: GPUs of each task; 0 to let each task see all GPUs that the job has on its
-            node.
+        gpus_per_task: GPUs of each task, by component of a heterogeneous job, whose last number
+            holds for all further components; 0 to let each task see all GPUs that the job has on
+            its node.
         queue_timeout: Seconds to wait for a new allocation.
         show_line: Function that shows a line to the user.
         interrupted: Function that returns whether the user has ended the launch.
@@ -52,7 +54,7 @@ class Slurm:
         request: Sequence[str] = (),
         *,
         python: str | None = None,
-        gpus_per_task: int = 0,
+        gpus_per_task: Sequence[int] = (0,),
         queue_timeout: float = 3600.0,
         show_line: Callable[[str], None] = print,
         interrupted: Callable[[], bool] = lambda: False,
@@ -61,13 +63,14 @@ class Slurm:
         self._is_ours = job is None
         self._request = tuple(request)
         self._python = python or sys.executable
-        self._gpus_per_task = gpus_per_task
+        self._gpus_per_task = tuple(gpus_per_task)
         self._queue_timeout = queue_timeout
         self._show_line = show_line
         self._interrupted = interrupted
         self._lease: Lease | None = None
         self._suspects: set[str] = set()  # nodes whose agents were lost
         self._bad: set[str] = set()  # nodes that cannot run a step any more
+        self._components: dict[str, int | None] = {}  # of the nodes; None in most jobs
 
     def allocate(self, count: int, lost: Sequence[Slot]) -> list[Slot]:
         """See `Engine`. A lost node of our own allocation leads to a new one."""
@@ -78,11 +81,10 @@ class Slurm:
             if job.state == "RUNNING":
                 # Slurm takes minutes to notice that a node is gone; a step there fails at once.
                 self._bad |= {host for host in hosts if not self._runs_steps(host)}
-                nodes = self._usable(job)
-                if slots := self._slots(nodes, count):
+                left = self._usable(job)
+                if slots := self._slots(left, count):
                     return slots
-                lacking = sum(node.slots for node in nodes)
-                problem = f"has room for {lacking} of {count} tasks, as nodes are lost"
+                problem = f"has room for {left.slots} of {count} tasks, as nodes are lost"
             else:
                 problem = f"is {job.state}"
             if not self._is_ours:
@@ -93,29 +95,32 @@ class Slurm:
         slots = self._slots(self._usable(job), count)
         if not slots:
             raise NoRoom(
-                f"job {job.id} of Slurm has room for {sum(node.slots for node in job.nodes)} of "
-                f"{count} tasks; change --nodes or --slurm-options"
+                f"job {job.id} of Slurm has room for {job.slots} of {count} tasks; change --nodes "
+                "or --slurm-options"
             )
         return slots
 
     def avoid(self, slot: Slot, count: int) -> bool:
         """See `Fleet.give_up`. The other nodes of the job count; no further job is asked for."""
         assert self._job is not None
-        avoided = {*self._suspects, slot.host}
-        places = slurm_job.place(self._usable(slurm_job.find(self._job)), count, avoided)
-        if not places or slot.host in {node.name for node, _ in places}:
+        before = self._suspects
+        self._suspects = {*before, slot.host}
+        slots = self._slots(self._usable(slurm_job.find(self._job)), count)
+        if not slots or slot.host in {each.host for each in slots}:
+            self._suspects = before
             return False
-        self._suspects = avoided
         return True
 
     def connect(self, slot: Slot) -> ProcessTransport:
         """See `Engine`."""
         assert self._job is not None
         cpus = int(slot.key.rpartition("/")[2])
+        component = self._components.get(slot.host)
+        gpus = self._gpus_per_task[min(component or 0, len(self._gpus_per_task) - 1)]
         # Without a guardian: the end of standard input ends the agent, then the step and srun. A
         # srun that is killed would leave its step behind.
         return ProcessTransport(
-            agent_command(self._job, slot.host, cpus, self._gpus_per_task)
+            agent_command(self._job, slot.host, cpus, gpus, component)
             + [self._python, "-m", "tfdist.launch.engines.agent_process"],
             None,
             step_environ(os.environ),
@@ -128,20 +133,22 @@ class Slurm:
             self._lease = None
             self._job = None
 
-    def _usable(self, job: Job) -> list[Node]:
+    def _usable(self, job: Job) -> Job:
+        """Return the job without the nodes that cannot run a task."""
         if not job.nodes:
-            return []
+            return job
         names = ",".join(node.name for node in job.nodes)
         down = slurm_job.is_down(
             slurm_commands.run("sinfo", "-h", "-N", "-n", names, "-o", "%N %T")
         )
-        return [node for node in job.nodes if node.name not in down | self._bad]
+        nodes = tuple(node for node in job.nodes if node.name not in down | self._bad)
+        return dataclasses.replace(job, nodes=nodes)
 
     def _runs_steps(self, host: str) -> bool:
         assert self._job is not None
         try:
             code = subprocess.run(
-                [*agent_command(self._job, host, 1), "true"],
+                [*agent_command(self._job, host, 1, 0, self._components.get(host)), "true"],
                 env=step_environ(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -152,10 +159,17 @@ class Slurm:
             return False
         return code == 0
 
-    def _slots(self, nodes: Sequence[Node], count: int) -> list[Slot] | None:
-        places = slurm_job.place(nodes, count, self._suspects)
+    def _slots(self, job: Job, count: int) -> list[Slot] | None:
+        places = (
+            slurm_job.place_in_components(job.nodes, job.quotas, count, self._suspects)
+            if job.quotas
+            else slurm_job.place(job.nodes, count, self._suspects)
+        )
         if places is None:
             return None
+        self._components |= {
+            node.name: node.component if job.quotas else None for node in job.nodes
+        }
         on_node = dict.fromkeys((node.name for node, _ in places), 0)
         for node, _ in places:
             on_node[node.name] += 1
@@ -171,7 +185,10 @@ class Slurm:
     def _make_allocation(self) -> Job:
         """Wait for an allocation; show why it is pending."""
         excluded = [f"--exclude={','.join(sorted(self._bad))}"] if self._bad else []
-        self._lease = Lease([*self._request, *excluded])
+        words: list[str] = []
+        for part in _split(self._request, ":"):
+            words += [*([":"] if words else []), *part, *excluded]
+        self._lease = Lease(words)
         deadline = time.monotonic() + self._queue_timeout
         asked = 0.0
         shown = ""
@@ -264,11 +281,20 @@ class Lease:
         self._lines.put(None)
 
 
-def agent_command(job: str, node: str, cpus: int, gpus: int = 0) -> list[str]:
+def agent_command(
+    job: str, node: str, cpus: int, gpus: int = 0, component: int | None = None
+) -> list[str]:
     """Return the words of the `srun` that starts an agent; the agent's command follows.
 
     Steps share the cores of the job on a node, because `--exact` would keep a restarted agent
     waiting for its predecessor. GPUs must not be shared, so with GPUs each step has its own.
+
+    Args:
+        job: Number of the job.
+        node: Name of the node.
+        cpus: Number of cores of the task.
+        gpus: Number of GPUs of the task.
+        component: Number of the node's component in a heterogeneous job; None in other jobs.
 
     Example:
         >>> " ".join(agent_command("5", "n1", 4))
@@ -291,6 +317,7 @@ def agent_command(job: str, node: str, cpus: int, gpus: int = 0) -> list[str]:
         "--unbuffered",
         "--mpi=none",
         "--kill-on-bad-exit=0",
+        *([] if component is None else [f"--het-group={component}"]),
         *own,
     ]
 
@@ -326,24 +353,63 @@ def request_of(
         time_limit: Time limit in Slurm's form; None for that of the partition.
         account: Account; None for the user's default.
         gpus_per_task: GPUs of each task.
-        options: Further options; they come last, and so prevail.
+        options: Further options; they come last, and so prevail. After ":", those of the next
+            component of a heterogeneous job.
+
+    Raises:
+        ValueError: If a component after the first does not say how many tasks it takes.
 
     Example:
         >>> request_of(4, nodes=2, time_limit="30", options=["--exclusive"])
         ['--job-name=tfdist', '--ntasks=4', '--nodes=2', '--time=30', '--no-kill', '--exclusive']
+        >>> request_of(3, options=["--exclusive", ":", "--ntasks=1"])
+        ['--job-name=tfdist', '--ntasks=2', '--no-kill', '--exclusive', ':', \
+'--job-name=tfdist', '--no-kill', '--ntasks=1']
     """
-    given = {
+    first, *others = _split(options, ":")
+    further = [_tasks_of(part) for part in others]
+    common = {
         "--job-name": name,
-        "--ntasks": tasks,
-        "--nodes": nodes,
         "--partition": partition,
         "--time": time_limit,
         "--account": account,
+    }
+    own = {
+        "--job-name": name,
+        "--ntasks": tasks - sum(further),
+        "--nodes": nodes,
+        **common,
         "--gpus-per-task": gpus_per_task or None,
     }
+    words = [*_words(own), *first]
+    for part in others:
+        words += [":", *_words(common), *part]
+    return words
+
+
+def _words(options: Mapping[str, str | int | None]) -> list[str]:
     # Without --no-kill, Slurm ends the whole job when it notices the loss of a node.
-    return [
-        *(f"{option}={value}" for option, value in given.items() if value is not None),
-        "--no-kill",
-        *options,
-    ]
+    words = [f"{option}={value}" for option, value in options.items() if value is not None]
+    return [*words, "--no-kill"]
+
+
+def _split(words: Sequence[str], separator: str) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == separator:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _tasks_of(options: Sequence[str]) -> int:
+    """Return the number of tasks that options of Slurm ask for."""
+    found = [re.fullmatch(r"(?:--ntasks=|-n)(\d+)", word) for word in options]
+    numbers = [int(match[1]) for match in found if match]
+    if not numbers:
+        raise ValueError(
+            "--slurm-options: expected --ntasks=N in each component after ':', received "
+            f"{' '.join(options)!r}"
+        )
+    return numbers[-1]

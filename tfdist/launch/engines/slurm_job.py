@@ -33,11 +33,14 @@ class Node:
         name: Name of the node, at which the other nodes reach it.
         slots: Number of tasks that the job may run there.
         cpus: Number of cores that the job has there.
+        component: Number of the component of a heterogeneous job that the node belongs to; 0 in
+            other jobs.
     """
 
     name: str
     slots: int
     cpus: int
+    component: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Job:
         tasks: Number of tasks that it asked for.
         nodes: Its nodes, in Slurm's order.
         output: File of the batch script's output; "" if there is none.
+        quotas: Number of tasks that each component of a heterogeneous job asked for; empty for
+            other jobs.
     """
 
     id: str
@@ -61,6 +66,17 @@ class Job:
     tasks: int = 0
     nodes: tuple[Node, ...] = ()
     output: str = ""
+    quotas: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Return the number of tasks for which the job has places."""
+        if not self.quotas:
+            return sum(node.slots for node in self.nodes)
+        return sum(
+            min(quota, sum(node.slots for node in self.nodes if node.component == component))
+            for component, quota in enumerate(self.quotas)
+        )
 
 
 def find(job: str) -> Job:
@@ -73,11 +89,49 @@ def find(job: str) -> Job:
         ValueError: If Slurm does not know the job.
         NoRoom: If Slurm's controller does not answer.
     """
-    return parse(slurm_commands.run("scontrol", "-o", "-d", "show", "job", job))
+    return select(slurm_commands.run("scontrol", "-o", "-d", "show", "job", job), job)
 
 
-def parse(text: str) -> Job:
-    """Parse the line that `scontrol -o -d show job` prints.
+def select(text: str, job: str) -> Job:
+    r"""Return a job from what Slurm prints for its number.
+
+    These are the lines of all components of a heterogeneous job, or of all tasks of an array, whose
+    last task has the number of the array.
+
+    Example:
+        >>> one = "JobId=7 HetJobId=7 HetJobOffset=0 JobState=RUNNING NodeList=a NumTasks=2"
+        >>> two = "JobId=8 HetJobId=7 HetJobOffset=1 JobState=PENDING NodeList=b NumTasks=1"
+        >>> job = select(f"{one}\n{two}\n", "7")
+        >>> job.id, job.state, job.tasks, job.quotas, [node.component for node in job.nodes]
+        ('7', 'PENDING', 3, (2, 1), [0, 1])
+        >>> select("JobId=9 ArrayJobId=8 NumTasks=1\nJobId=8 ArrayJobId=8 NumTasks=2\n", "8").tasks
+        2
+    """
+    lines = text.strip().splitlines() or [""]
+    if " HetJobId=" not in lines[0]:
+        own = (line for line in lines if line.startswith(f"JobId={job} "))
+        return parse(next(own, lines[0]))
+    components = [
+        parse(line, int(offset[1]) if (offset := re.search(r" HetJobOffset=(\d+)", line)) else 0)
+        for line in lines
+    ]
+    first = components[0]
+    others = (each for each in components if each.state != "RUNNING")
+    return dataclasses.replace(
+        first,
+        state=next(others, first).state,
+        tasks=sum(each.tasks for each in components),
+        nodes=tuple(node for each in components for node in each.nodes),
+        quotas=tuple(each.tasks for each in components),
+    )
+
+
+def parse(text: str, component: int = 0) -> Job:
+    """Parse a line that `scontrol -o -d show job` prints.
+
+    Args:
+        text: The line.
+        component: Number of the component of a heterogeneous job that it describes.
 
     Example:
         >>> parse(
@@ -85,7 +139,8 @@ def parse(text: str) -> Job:
         ...     "NumNodes=2 NumTasks=3 CPUs/Task=2 NtasksPerN:B:S:C=0:0:*:* Nodes=n9 CPU_IDs=0-3 "
         ...     "Mem=0 Nodes=n10 CPU_IDs=2,5 Mem=0 StdOut=/x.out "
         ... ).nodes
-        (Node(name='n9', slots=2, cpus=4), Node(name='n10', slots=1, cpus=2))
+        (Node(name='n9', slots=2, cpus=4, component=0), \
+Node(name='n10', slots=1, cpus=2, component=0))
     """
 
     def fact(name: str, default: str = "") -> str:
@@ -113,7 +168,12 @@ def parse(text: str) -> Job:
         is_batch=fact("BatchFlag") not in ("", "0"),
         tasks=number("NumTasks"),
         nodes=tuple(
-            Node(name, per_node or max(1, cpus.get(name, 1) // per_task), cpus.get(name, 1))
+            Node(
+                name,
+                per_node or max(1, cpus.get(name, 1) // per_task),
+                cpus.get(name, 1),
+                component,
+            )
             for name in names
         ),
         output=output[-1] if output else "",
@@ -167,3 +227,36 @@ def place(
                 taken[node.name] += 1
             count -= len(free[:count])
     return [(node, number) for node in nodes for number in range(taken[node.name])]
+
+
+def place_in_components(
+    nodes: Sequence[Node], quotas: Sequence[int], count: int, avoided: Collection[str] = ()
+) -> list[tuple[Node, int]] | None:
+    """Spread tasks over the components of a heterogeneous job, and then over their nodes.
+
+    The first tasks get the first component, as many as it asked for, and so on.
+
+    Args:
+        nodes: The nodes.
+        quotas: Number of tasks of each component.
+        count: Number of tasks.
+        avoided: Names of nodes that get tasks only if the others have no place.
+
+    Returns:
+        See `place`.
+
+    Example:
+        >>> nodes = [Node("a", 2, 2, 0), Node("b", 4, 4, 1)]
+        >>> [node.name for node, _ in place_in_components(nodes, [2, 3], 4)]
+        ['a', 'a', 'b', 'b']
+        >>> place_in_components(nodes, [3, 3], 4) is None  # one of three has no place in "a"
+        True
+    """
+    places: list[tuple[Node, int]] = []
+    for component, quota in enumerate(quotas):
+        own = [node for node in nodes if node.component == component]
+        here = place(own, min(quota, count - len(places)), avoided)
+        if here is None:
+            return None
+        places += here
+    return places if len(places) == count else None

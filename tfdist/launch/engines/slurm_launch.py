@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launch.engines import slurm_commands, slurm_job
 from tfdist.launch.engines.slurm import Slurm, request_of
@@ -40,11 +41,6 @@ def fill_in(flags: argparse.Namespace, environ: Mapping[str, str]) -> None:
             flags.workers = max((flags.nodes or 1) - others, 0 if flags.chief else 1)
         return
     number = environ["SLURM_JOB_ID"]
-    if "SLURM_HET_SIZE" in environ:
-        raise ValueError(
-            f"--on slurm: job {number} is heterogeneous, and its parts do not form one cluster; "
-            "ask for nodes of one kind"
-        )
     for name in OF_ALLOCATION:
         if getattr(flags, name) is not None:
             raise ValueError(
@@ -52,7 +48,7 @@ def fill_in(flags: argparse.Namespace, environ: Mapping[str, str]) -> None:
                 "whose nodes the tasks get; give it to `tfdist submit`, sbatch or salloc"
             )
     flags.job = slurm_job.find(number)
-    slots = sum(node.slots for node in flags.job.nodes)
+    slots = flags.job.slots
     if flags.workers is None:
         flags.workers = max(flags.job.tasks - others, 0 if flags.chief else 1)
     if flags.workers + others > slots:
@@ -77,12 +73,16 @@ def engine(
         show_line: Function that shows a line to the user.
         interrupted: Function that returns whether the user has ended the launch.
     """
-    per_task = os.environ.get("SLURM_GPUS_PER_TASK", "") if flags.job else ""
+    per_task = (
+        gpus_of_environ(os.environ, len(flags.job.quotas))
+        if flags.job
+        else gpus_of_options(shlex.split(flags.slurm_options or ""), flags.gpus_per_task or 0)
+    )
     return Slurm(
         flags.job and flags.job.id,
         request(flags),
         python=flags.remote_python,
-        gpus_per_task=flags.gpus_per_task or gpu_count(per_task),
+        gpus_per_task=[flags.gpus_per_task] if flags.job and flags.gpus_per_task else per_task,
         queue_timeout=QUEUE_TIMEOUT_S if flags.queue_timeout is None else flags.queue_timeout,
         show_line=show_line,
         interrupted=interrupted,
@@ -101,6 +101,44 @@ def request(flags: argparse.Namespace, name: str = "tfdist") -> list[str]:
         gpus_per_task=flags.gpus_per_task,
         options=shlex.split(flags.slurm_options or ""),
     )
+
+
+def gpus_of_environ(environ: Mapping[str, str], components: int) -> list[int]:
+    """Return the GPUs of each task, by component of the job around the launcher.
+
+    Args:
+        environ: Environment variables of the launcher.
+        components: Number of components of a heterogeneous job; 0 for other jobs.
+
+    Example:
+        >>> gpus_of_environ({"SLURM_GPUS_PER_TASK": "2"}, 0)
+        [2]
+        >>> gpus_of_environ({"SLURM_GPUS_PER_TASK_HET_GROUP_1": "a100:1"}, 2)
+        [0, 1]
+    """
+    suffixes = [f"_HET_GROUP_{number}" for number in range(components)] or [""]
+    return [gpu_count(environ.get(f"SLURM_GPUS_PER_TASK{suffix}", "")) for suffix in suffixes]
+
+
+def gpus_of_options(options: Sequence[str], gpus: int) -> list[int]:
+    """Return the GPUs of each task, by component of the allocation that options ask for.
+
+    Args:
+        options: Options of `salloc`, with ":" between components.
+        gpus: GPUs of each task of the first component, unless the options say otherwise.
+
+    Example:
+        >>> gpus_of_options(["--exclusive", ":", "--gpus-per-task=2"], 1)
+        [1, 2]
+    """
+    counts = [gpus]
+    for option in options:
+        name, _, value = option.partition("=")
+        if option == ":":
+            counts.append(0)
+        elif name == "--gpus-per-task":
+            counts[-1] = gpu_count(value)
+    return counts
 
 
 def gpu_count(text: str) -> int:
@@ -157,17 +195,26 @@ def restarts_used(directory: str) -> int:
     return max(counts, default=0) + (not saved)
 
 
-def final_code(code: int, policy: Policy, show_line: Callable[[str], None]) -> int:
+def final_code(
+    code: int, policy: Policy, show_line: Callable[[str], None], interrupted: bool = False
+) -> int:
     """Return the exit code of a launcher in a batch job.
 
     75 makes the job's script queue the job again, which counts as a restart. Without a restart that
-    is left, the code is 1.
+    is left, the code is 1. A preemption before the tasks could save, such as one while they start,
+    also gives 75.
 
     Args:
         code: Exit code of the launch.
         policy: Restart policy, which knows what is left.
         show_line: Function that shows a line to the user.
+        interrupted: Whether a signal to the launcher has ended the launch.
     """
+    if interrupted and code == 128 + signal.SIGTERM:
+        show_line(
+            "tfdist: no task has saved before it ended; this counts as a restart (--restarts)"
+        )
+        code = TRANSIENT_CODE
     if code != TRANSIENT_CODE or policy.left > 0:
         return code
     show_line(

@@ -61,7 +61,8 @@ def jobs() -> list[JobLine]:
     text = slurm_commands.run(
         "squeue", "--noheader", f"--user={os.geteuid()}", "--format=%i\t%T\t%j\t%M\t%R\t%k"
     )
-    lines = [line.split("\t") for line in text.splitlines()]
+    # Only the first component of a heterogeneous job has the comment. Slurm calls it 17+0.
+    lines = [line.replace("+0\t", "\t", 1).split("\t") for line in text.splitlines()]
     return [JobLine(*line[:5]) for line in lines if len(line) == 6 and line[5] == COMMENT]
 
 

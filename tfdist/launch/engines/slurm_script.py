@@ -22,7 +22,7 @@ code=$?
 # 42: preempted, and the training is saved. 75: nodes are lost, and a restart is left (--restarts).
 # A job that was cancelled, or is out of time, no longer counts as running.
 if [ "$code" = 42 ] || [ "$code" = 75 ]; then
-  if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
+  if [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T | sort -u)" = RUNNING ]; then
     echo "tfdist: exit code $code: queue job $SLURM_JOB_ID again" >&2
     scontrol requeue "$SLURM_JOB_ID" && sleep 300 # Slurm ends this script
   fi
@@ -35,7 +35,7 @@ def batch_script(options: Sequence[str], command: Sequence[str], setup: str | No
     r"""Return a batch script.
 
     Args:
-        options: Options of `sbatch`.
+        options: Options of `sbatch`; ":" before those of another component of a heterogeneous job.
         command: Words of the launcher.
         setup: Shell commands to run before, such as `module load cuda`.
 
@@ -51,7 +51,8 @@ def batch_script(options: Sequence[str], command: Sequence[str], setup: str | No
         trap 'kill -TERM "$!" 2> /dev/null' TERM
         tfdist launch -- 'a b.py' &
     """
-    lines = ["#!/bin/bash", *(f"#SBATCH {quote(option)}" for option in (*OPTIONS, *options)), ""]
+    words = ["hetjob" if option == ":" else quote(option) for option in (*OPTIONS, *options)]
+    lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in words), ""]
     if setup:
         lines += [setup, ""]
     return "\n".join(lines) + "\n" + BODY.format(command=shlex.join(command))

@@ -1,7 +1,10 @@
-"""Test that a fleet gives up slow slots where its engine has room elsewhere."""
+"""Test how a fleet ends its agents, and how it gives up slots whose tasks are slow."""
+
+import threading
 
 import pytest
 
+from tfdist.launch.engines import fleet
 from tfdist.launch.engines.fleet import Fleet, NoRoom, Slot
 from tfdist.launch.engines.ssh import Ssh, parse_hosts
 
@@ -25,10 +28,10 @@ def test_ssh_avoids_a_host_while_there_is_room():
 
 
 def fleet_of(engine, names, slots):
-    fleet = Fleet(engine, ["train.py"], None, log_dir="", timeout=1.0)
-    fleet._slots = slots
-    fleet._by_task = dict(zip(names, slots, strict=True))
-    return fleet
+    made = Fleet(engine, ["train.py"], None, log_dir="", timeout=1.0)
+    made._slots = slots
+    made._by_task = dict(zip(names, slots, strict=True))
+    return made
 
 
 class Without:
@@ -53,5 +56,34 @@ class Silent:
     ],
 )
 def test_fleet_says_why_a_task_stays(engine, problem):
-    fleet = fleet_of(engine, ["worker:0", "worker:1"], [Slot("a", "a"), Slot("b", "b")])
-    assert fleet.give_up("worker:1") == problem
+    made = fleet_of(engine, ["worker:0", "worker:1"], [Slot("a", "a"), Slot("b", "b")])
+    assert made.give_up("worker:1") == problem
+
+
+class Agent:
+    """An agent whose program ends only once all agents are being closed, or never."""
+
+    def __init__(self, together):
+        self._together = together
+        self.closed = False
+
+    def close(self):
+        self._together.wait(30)
+        self.closed = True
+
+
+def test_agents_are_closed_at_the_same_time():
+    together = threading.Barrier(3)
+    agents = [Agent(together) for _ in range(3)]
+    fleet.close_all(agents)  # one after another, the first would wait for the second
+    assert all(agent.closed for agent in agents)
+
+
+def test_agent_that_does_not_end_is_left_after_a_bound(monkeypatch):
+    monkeypatch.setattr(fleet, "CLOSE_ALL_S", 0.1)
+    never = threading.Event()
+    stuck = Agent(never)
+    others = [Agent(threading.Barrier(1)) for _ in range(2)]
+    fleet.close_all([stuck, *others])
+    assert not stuck.closed
+    never.set()

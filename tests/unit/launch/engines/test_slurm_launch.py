@@ -1,10 +1,9 @@
 """Test what the flags and the job around a launcher mean; tests/engines runs it on a real Slurm."""
 
-import argparse
-
 import pytest
 
 from tfdist.launch.engines import slurm_launch
+from tfdist.launch.engines.slurm import request_of
 from tfdist.launch.policy import Policy
 from tfdist.runtime.launch_protocol import note
 
@@ -51,8 +50,14 @@ def test_exit_code_75_needs_a_restart_that_is_left():
     assert "no restart is left" in lines[0]
 
 
-def test_heterogeneous_job_is_refused(monkeypatch):
-    monkeypatch.setattr("tfdist.launch.engines.slurm_commands.is_installed", lambda: True)
-    flags = argparse.Namespace(workers=None, ps=None, chief=None, evaluator=None)
-    with pytest.raises(ValueError, match="job 7 is heterogeneous"):
-        slurm_launch.fill_in(flags, {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"})
+def test_preemption_before_a_snapshot_counts_as_a_restart():
+    lines = []
+    assert slurm_launch.final_code(143, Policy(1), lines.append, interrupted=True) == 75
+    assert "no task has saved" in lines[0]
+    assert slurm_launch.final_code(143, Policy(1), lines.append) == 143  # a task's own SIGTERM
+    assert slurm_launch.final_code(143, Policy(0), lines.append, interrupted=True) == 1
+
+
+def test_component_that_does_not_say_its_tasks_is_refused():
+    with pytest.raises(ValueError, match="expected --ntasks=N in each component after ':'"):
+        request_of(3, options=["--ntasks=2", ":", "--partition=cpu"])
