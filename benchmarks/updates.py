@@ -6,7 +6,8 @@
     python benchmarks/updates.py --quick
 
 Both are measured in one process of one core, and take turns; ratios are taken within a round. The
-time of a first step, which traces the step, is that of a new process.
+time of a first step, which traces the step, is that of a new process. All times are CPU times of
+the process, which other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from common.report import (
 from common.update_workers import NETWORKS, OPTIMIZERS, UPDATES, Job, first_step, serve
 from common.workers import ONE_THREAD, Model
 
-ROUNDS = 5
-STARTS = 3
+ROUNDS = 3
+STARTS = 2
 MODELS = {
     "mlp": Model("MLP", 0, (128, 128), replica_batch=64, steps=300),
     "cnn": Model("CNN", 32, (128,), replica_batch=64, steps=60),
@@ -114,13 +115,13 @@ def report(results: dict, starts: dict, verdicts: list[dict], facts: dict) -> st
             "are those of a subclass that defines `update_step`."
         ),
         (
-            "An update is timed alone, in a graph loop. Medians over the rounds, min..max in "
-            "brackets; ratios are of times within a round."
+            "CPU times. An update is measured alone, in a graph loop. Medians over the rounds, "
+            "min..max in brackets; ratios are of times within a round."
         ),
     ]
     for name, result in results.items():
         lines += ["", f"## {MODELS[name].title}: {result['parameters']:,} parameters", ""]
-        lines += table("", "ms, Keras", "ms, tfdist", "tfdist / Keras")
+        lines += table("", "CPU ms, Keras", "CPU ms, tfdist", "tfdist / Keras")
         for what, of_optimizers in result["seconds"].items():
             for title, times in of_optimizers.items():
                 form = ".3f" if statistics.median(times["Keras"]) < 0.1 else ".1f"
@@ -128,7 +129,7 @@ def report(results: dict, starts: dict, verdicts: list[dict], facts: dict) -> st
                 ratios = spread(_ratios(times), ".2f")
                 lines += row(f"{title}, {WHAT[what]}", *cells, ratios)
     lines += ["", "## First step: tracing the step, and running it once (AdamW)", ""]
-    lines += table("", "s, Keras", "s, tfdist", "tfdist / Keras")
+    lines += table("", "CPU s, Keras", "CPU s, tfdist", "tfdist / Keras")
     for network, times in starts.items():
         cells = [spread(times[k], ".2f") for k in reversed(UPDATES)]
         lines += row(network, *cells, spread(_ratios(times), ".2f"))

@@ -1,4 +1,4 @@
-"""Time optimizer updates and first steps in a process of one core, on orders.
+"""Measure CPU time of optimizer updates and first steps in a process of one core, on orders.
 
 Nothing is compared here.
 """
@@ -38,10 +38,10 @@ class Job:
 
 
 def serve(job: Job) -> tuple[int, Callable[..., float]]:
-    """Return a model's parameter count, and a function that times updates or steps.
+    """Return a model's parameter count, and a function that measures updates or steps.
 
     An order is "update" or "fit", a title of `OPTIMIZERS`, one of `UPDATES`, and a number of
-    steps; the answer is the seconds per step.
+    steps; the answer is the CPU seconds per step.
     """
     assert job.model is not None
     os.sched_setaffinity(0, {job.core})  # before TensorFlow counts cores and makes threads
@@ -108,9 +108,9 @@ def serve(job: Job) -> tuple[int, Callable[..., float]]:
     def carry_out(what: str, title: str, update: str, steps: int) -> float:
         if what == "update":
             run = updates(title, update)
-            start = time.perf_counter()
+            start = time.process_time()
             run(tf.constant(steps))
-            return (time.perf_counter() - start) / steps
+            return (time.process_time() - start) / steps
         clock = _clock(keras)
         build(title, update).fit(
             batches, epochs=2, steps_per_epoch=steps, verbose=0, callbacks=[clock]
@@ -121,7 +121,7 @@ def serve(job: Job) -> tuple[int, Callable[..., float]]:
 
 
 def first_step(job: Job) -> tuple[float, Callable[..., float]]:
-    """Return the seconds of a network's first step, and a function that raises."""
+    """Return the CPU seconds of a network's first step, and a function that raises."""
     os.sched_setaffinity(0, {job.core})
     import keras
     import tensorflow as tf
@@ -136,9 +136,9 @@ def first_step(job: Job) -> tuple[float, Callable[..., float]]:
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     inputs = tf.zeros((4, *model.input_shape[1:]), model.inputs[0].dtype)
     batch = tf.data.Dataset.from_tensors((inputs, tf.zeros(4, tf.int32)))
-    start = time.perf_counter()
+    start = time.process_time()
     model.fit(batch, verbose=0)
-    return time.perf_counter() - start, _refuse
+    return time.process_time() - start, _refuse
 
 
 def _refuse(*_) -> float:
@@ -185,6 +185,6 @@ def _clock(keras):
             self.ends = []
 
         def on_epoch_end(self, epoch, logs=None):
-            self.ends.append(time.perf_counter())
+            self.ends.append(time.process_time())
 
     return Clock()

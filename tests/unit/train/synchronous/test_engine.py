@@ -1,6 +1,9 @@
 """Test `fit`, `evaluate` and `predict` in one process: steps, callbacks, shared state."""
 
 import gc
+import itertools
+import time
+import types
 import weakref
 
 import keras
@@ -15,6 +18,7 @@ from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.synchronous import loop, worker_callbacks
 from tfdist.train.synchronous.loop import Runner
 from tfdist.train.synchronous.predict import Predictor
+from tfdist.train.synchronous.replica_state import ReplicaState
 
 
 def linear():
@@ -56,6 +60,25 @@ def test_unwatched_steps_run_many_at_a_time(one_device, calls):
     assert len(calls) < 200  # about 20 on an idle machine
     assert len(history["loss"]) == 2
     assert int(model.optimizer.iterations.numpy()) == 800
+
+
+def test_a_progress_bar_synchronizes_metrics_once_a_second(one_device, calls, monkeypatch):
+    """Each call of a graph takes 0.25 s by the clock of the test."""
+    readings = itertools.count(0, 0.25)
+    clock = types.SimpleNamespace(perf_counter=lambda: next(readings), time=time.time)
+    monkeypatch.setattr(loop, "time", clock)
+    synchronized = []
+    metrics = ReplicaState.metrics
+
+    def counted(self, *args):
+        synchronized.append(sum(calls))
+        return metrics(self, *args)
+
+    monkeypatch.setattr(ReplicaState, "metrics", counted)
+    compiled(one_device).fit(*data(40), batch_size=1, verbose=1)
+    assert calls == [1] * 40
+    assert np.diff(synchronized).tolist()[2:-1] == [4] * (len(synchronized) - 4)
+    assert len(synchronized) <= 13
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage"])
