@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tfdist.cluster.addresses import resolve_address
+from tfdist.cluster.json_channel import check_token
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import messages
 from tfdist.launch.failure_report import format_verdict, short_path
 from tfdist.launch.failures import Kind
-from tfdist.launch.json_channel import check_token
 from tfdist.launch.messages import Cut, Decision, Finish, Order, Start, Stop, Terms
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Cause, Failed, Policy
@@ -24,10 +24,10 @@ from tfdist.launch.rendezvous import Rendezvous
 from tfdist.launch.rendezvous_client import RendezvousClient
 from tfdist.launch.supervisor import PEER_S, Supervisor
 from tfdist.launch.task_plan import TaskPlan
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE
+from tfdist.runtime import launch_protocol
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, TOKEN
 
 POLL_S = 0.1
-TOKEN = "TFDIST_TOKEN"
 
 
 def read_token(path: str | None) -> bytes:
@@ -40,7 +40,7 @@ def read_token(path: str | None) -> bytes:
         ValueError: If there is no secret, it is too short, or other users may read the file.
     """
     if path is None:
-        token = os.environ.get(TOKEN, "").encode()
+        token = launch_protocol.token()
         source = TOKEN
         if not token:
             raise ValueError(

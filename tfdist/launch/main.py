@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hmac
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -38,6 +40,7 @@ from tfdist.runtime.launch_protocol import (
     PREEMPTED_CODE,
     RESULT,
     THREAD_VARIABLES,
+    TOKEN,
     TRANSIENT_CODE,
     note,
 )
@@ -114,7 +117,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             cluster,
             members,
             command,
-            environ=task_environ,
+            environ={**task_environ, **secret_of_tasks(cluster, members, launch)},
             log_dir=log_dir,
             attempt=attempt,
             launch=launch,
@@ -126,6 +129,15 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             chaos=flags.chaos,
             standby=standby,
         )
+
+    own_secret = secrets.token_hex(32)
+
+    def secret_of_tasks(cluster: ClusterSpec, members: Sequence[Task], launch: str):
+        """Return the variable with a secret of all tasks, unless the user sets it, or must."""
+        if flags.rendezvous:
+            return {TOKEN: hmac.digest(token, f"tasks {launch}".encode(), "sha256").hex()}
+        everywhere = {*cluster.tasks} <= {*members}  # else other launchers start tasks, too
+        return {TOKEN: own_secret} if everywhere and TOKEN not in task_environ else {}
 
     standby = not flags.on and (flags.restarts > 0 if flags.standby is None else flags.standby > 0)
     launch = uuid.uuid4().hex

@@ -31,6 +31,7 @@ ERROR_FILE = "TFDIST_ERROR_FILE"
 PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
 IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # record of the imports, for standby processes
 CHAOS = "TFDIST_CHAOS"
+TOKEN = "TFDIST_TOKEN"  # secret of the launchers of a launch, and of its tasks
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -111,6 +112,11 @@ class Launched:
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
+
+
+def token(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return the secret that all tasks of a launch share; b"" if there is none."""
+    return (os.environ if environ is None else environ).get(TOKEN, "").encode()
 
 
 def environment(**more: str) -> dict[str, str]:
