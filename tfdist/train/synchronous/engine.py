@@ -122,8 +122,12 @@ class Engine(Hooks):
                 policy, self._strategy, self.placement, self._central
             )
 
-    def use_transport(self, transport: Transport) -> None:
-        """Exchange tensors by native collectives in steps that have not been traced yet."""
+    def use_transport(self, transport: Transport | None) -> None:
+        """Exchange tensors by these collectives in steps that have not been traced yet.
+
+        Args:
+            transport: Native collectives; None for TensorFlow's.
+        """
         self.transport = transport
         self.watchdog.transport = transport
 

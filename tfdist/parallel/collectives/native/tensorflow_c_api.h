@@ -20,8 +20,8 @@ typedef struct TF_Tensor TF_Tensor;
 
 namespace tfdist {
 
-constexpr int kOk = 0;            // TF_OK
-constexpr int kUnavailable = 14;  // TF_UNAVAILABLE
+constexpr int kOk = 0;        // TF_OK
+constexpr int kAborted = 10;  // TF_ABORTED
 
 // Each function: result, name without "TF_", parameters.
 #define TFDIST_TENSORFLOW_FUNCTIONS(F)                                                             \

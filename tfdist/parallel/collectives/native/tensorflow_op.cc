@@ -148,7 +148,8 @@ void Compute(void* data, TF_OpKernelContext* context) {
                    static_cast<int>(kernel.reduction), kernel.name.c_str(), tensors.inputs.data(),
                    tensors.outputs.data(), tensors.input_bytes.data(), tensors.output_bytes.data(),
                    count, error, sizeof error)) {
-      tf.SetStatus(status.get(), kUnavailable, error);
+      // UNAVAILABLE would say more, but TensorFlow replaces it in operations other than its own.
+      tf.SetStatus(status.get(), kAborted, error);
     }
   }
   if (!status.ok()) tf.OpKernelContext_Failure(context, status.get());

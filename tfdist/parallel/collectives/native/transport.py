@@ -140,7 +140,7 @@ class Transport:
         try:
             return self._exchange.run(collective, name, arrays, reduction)
         except library.TransportError as error:  # as the compiled operation fails
-            raise tf.errors.UnavailableError(None, None, str(error)) from error
+            raise tf.errors.AbortedError(None, None, str(error)) from error
 
 
 def open_transport(
