@@ -1,4 +1,4 @@
-"""Authenticated connections between all workers: UNIX sockets on one host, TCP between hosts.
+"""Authenticated connections of all workers: UNIX sockets on a host, TCP between hosts.
 
 All workers first gather facts about each other over connections that exist, such as TensorFlow's.
 These tell which of them run on one host, and their random nonces make the name of the session.

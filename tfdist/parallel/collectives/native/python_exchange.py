@@ -1,4 +1,4 @@
-"""Collectives over sockets in Python: slower than the compiled library, with equal results.
+"""Collectives over sockets in Python, with the results of the compiled library.
 
 Sums are computed in the order of the ranks, each by one process, and 16-bit floats are summed in
 32 bits, as in the library. So all processes get the same bits.

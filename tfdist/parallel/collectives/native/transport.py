@@ -1,4 +1,4 @@
-"""Native collectives as TensorFlow operations, with which workers on CPUs exchange tensors.
+"""Native collectives of workers on CPUs, as TensorFlow operations.
 
 All workers of a strategy share one `Transport`. They must call it in the same order, which
 TensorFlow keeps within a function, because the operations are stateful. Workers that are out of
@@ -45,7 +45,7 @@ class Transport:
         names: Name of each worker, by rank.
 
     Attributes:
-        kind: How tensors travel, for messages.
+        kind: Way in which tensors travel, for messages.
     """
 
     def __init__(
