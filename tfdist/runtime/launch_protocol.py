@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -120,8 +121,16 @@ def token(environ: Mapping[str, str] | None = None) -> bytes:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the variables of this process plus `more`, for a process that it starts."""
-    return {**os.environ, **more}
+    """Return the variables of this process plus `more`, for a process that it starts.
+
+    All processes that it starts share a secret, also if this process has none.
+    """
+    return {TOKEN: _token_of_children(), **os.environ, **more}
+
+
+@functools.cache
+def _token_of_children() -> str:
+    return secrets.token_hex(32)
 
 
 def gets_repeated_signals(environ: Mapping[str, str] | None = None) -> bool:

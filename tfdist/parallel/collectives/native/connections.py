@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import math
 import os
@@ -29,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from tfdist.cluster.addresses import join_address, resolve_address, split_address
-from tfdist.cluster.json_channel import WireError, WrongToken, accept, authenticate
+from tfdist.cluster.handshake import ConfigurationError, PeersAbsent
+from tfdist.cluster.json_channel import WrongToken, accept, authenticate
 
 Gather = Callable[[np.ndarray], np.ndarray]
 
@@ -112,8 +114,8 @@ def connect(
         Connected socket of each worker, by rank; None for this one.
 
     Raises:
-        ConnectionError: If a worker does not know the token.
-        TimeoutError: If workers did not connect; the message names them.
+        ConfigurationError: If a worker does not know the token.
+        PeersAbsent: If workers did not connect; the message names them.
     """
     limit = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
@@ -144,7 +146,9 @@ def connect(
     return [connected.get(r) for r in range(len(names))]
 
 
-def share_memory(rank: int, sockets: Sequence[socket.socket | None], size: int, timeout: float):
+def share_memory(
+    rank: int, sockets: Sequence[socket.socket | None], size: int, timeout: float
+) -> int | None:
     """Return the descriptor of memory that all workers share; None if there is none.
 
     The memory has no name. The first worker makes it, and passes the descriptor through the UNIX
@@ -156,8 +160,6 @@ def share_memory(rank: int, sockets: Sequence[socket.socket | None], size: int, 
         size: Bytes of memory.
         timeout: Seconds to wait for the first worker.
     """
-    import fcntl
-
     if rank == 0:
         descriptor = None
         with contextlib.suppress(OSError):
@@ -177,6 +179,7 @@ def share_memory(rank: int, sockets: Sequence[socket.socket | None], size: int, 
         raise ConnectionError("the first worker closed its connection before it shared memory")
     if not descriptors:
         return None
+    os.set_inheritable(descriptors[0], False)
     if os.fstat(descriptors[0]).st_size != size:
         os.close(descriptors[0])
         raise ConnectionError(f"expected {size} bytes of shared memory from the first worker")
@@ -229,7 +232,7 @@ class _Server:
             for number, name in enumerate(self._names)
             if number > self._rank and number not in connected
         ]
-        raise TimeoutError(
+        raise PeersAbsent(
             f"communication native: {', '.join(late)} did not connect to "
             f"{self._names[self._rank]} in time"
             + (f"; somebody else tried: {refused}" if refused else "")
@@ -256,14 +259,15 @@ class _Server:
             hello = channel.receive(HELLO_S) or {}
             peer = hello.get("from")
             expected = _hello(self._endpoints, peer, self._rank)
-            if hello != expected or not isinstance(peer, int) or peer <= self._rank:
+            higher = range(self._rank + 1, len(self._names))
+            if hello != expected or not isinstance(peer, int) or peer not in higher:
                 channel.close()
                 return
             channel.send(_hello(self._endpoints, self._rank, peer))
             self._arrived.put((peer, channel.detach()))
         except WrongToken as error:
             self._arrived.put(error)
-        except (OSError, PermissionError):
+        except OSError:  # a stranger, or a worker that has ended
             connection.close()
         finally:
             self._slots.release()
@@ -283,6 +287,7 @@ def _connect_to(
     local = endpoints.hosts[peer] == endpoints.hosts[rank]
     reason = ""
     while (left := limit - time.monotonic()) > 0:
+        connection: socket.socket | None = None
         try:
             if local:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -302,12 +307,13 @@ def _connect_to(
                 raise ConnectionError("another process listens there")
             return channel.detach()
         except WrongToken as error:
-            raise ConnectionError(f"{who}: {error}") from error
-        except (OSError, WireError) as error:
-            connection.close()
+            raise ConfigurationError(f"{who}: {error}") from error
+        except OSError as error:
+            if connection is not None:
+                connection.close()
             reason = str(error)
             time.sleep(RETRY_S)
-    raise TimeoutError(f"{who} in time: {reason}")
+    raise PeersAbsent(f"{who} in time: {reason}")
 
 
 def _hello(endpoints: Endpoints, sender: Any, receiver: int) -> dict[str, Any]:

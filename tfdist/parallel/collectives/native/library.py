@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
+import os
 import pathlib
 import socket
 import sys
@@ -148,7 +149,7 @@ class CompiledExchange:
         )
         if self.number < 0:
             raise MemoryError("communication native: the shared memory cannot be mapped")
-        self.descriptors = [number for number in numbers if number >= 0]
+        self._descriptors = [number for number in numbers if number >= 0]
 
     def run(
         self, collective: int, name: str, arrays: Sequence[np.ndarray], reduction: str = "Add"
@@ -196,9 +197,15 @@ class CompiledExchange:
         ranks = (ctypes.c_int * self.size)()
         return list(ranks[: self._library.tfdist_waiting_for(self.number, ranks, self.size)])
 
+    def close_in_child(self) -> None:
+        """Close the connections in a forked child, in which the library must not be called."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
     def close(self) -> None:
         """Close the connections."""
-        self.descriptors = []
+        self._descriptors = []
         self._library.tfdist_close(self.number)
 
 

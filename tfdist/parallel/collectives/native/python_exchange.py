@@ -74,11 +74,6 @@ class PythonExchange:
         self._abort = ""
         self._waiting: list[int] = []
 
-    @property
-    def descriptors(self) -> list[int]:
-        """Return the descriptors of the sockets."""
-        return [s.fileno() for s in self._sockets.values() if s.fileno() >= 0]
-
     def run(
         self, collective: int, name: str, arrays: Sequence[np.ndarray], reduction: str = "Add"
     ) -> list[np.ndarray]:
@@ -109,6 +104,8 @@ class PythonExchange:
         """Close the connections."""
         for connection in self._sockets.values():
             connection.close()
+
+    close_in_child = close
 
     def _run(self, collective, name, arrays, reduction) -> list[np.ndarray]:
         arrays = [np.asarray(x, order="C") for x in arrays]

@@ -98,10 +98,9 @@ class Transport:
         _open.discard(self)
         self._exchange.close()
 
-    def close_descriptors(self) -> None:
+    def close_in_child(self) -> None:
         """Close what a forked child has inherited, so that it keeps no connection open."""
-        for descriptor in self._exchange.descriptors:
-            os.close(descriptor)
+        self._exchange.close_in_child()
 
     def _call(
         self, collective: int, tensors: Sequence[tf.Tensor], name: str, reduction: str = "Add"
@@ -166,8 +165,8 @@ def open_transport(
         shared: Whether workers of one host may share memory.
 
     Raises:
-        ConnectionError: If a worker does not know the token.
-        TimeoutError: If workers did not connect in time.
+        ConfigurationError: If a worker does not know the token.
+        PeersAbsent: If workers did not connect in time.
     """
     has_library = library.load() is not None if compiled is None else compiled
     endpoints = connections.meet(gather, int(has_library))
@@ -206,7 +205,7 @@ def _operations() -> ModuleType | None:
 
 def _close_in_child() -> None:
     for transport in list(_open):
-        transport.close_descriptors()
+        transport.close_in_child()
 
 
 if sys.platform == "linux":

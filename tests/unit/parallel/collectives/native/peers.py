@@ -121,7 +121,7 @@ def _run(pipe, rank, function, args):
     gather.say = lambda word: pipe.send(("say", word))
     try:
         result = function(rank, gather, *args)
-    except ConnectionError as error:
+    except (ConnectionError, TimeoutError, ValueError) as error:
         result = f"{type(error).__name__}: {error}"
     except BaseException:
         result = traceback.format_exc()

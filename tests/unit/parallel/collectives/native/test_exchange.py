@@ -1,9 +1,11 @@
 """Test the native collectives between processes: results, lost workers and strangers."""
 
+import contextlib
 import os
 import signal
 import socket
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +20,7 @@ from tfdist.parallel.collectives.native.library import (
     REDUCE_SCATTER,
     TransportError,
 )
+from tfdist.parallel.collectives.native.transport import Transport
 
 DTYPES = ("float32", "float64", "int32", "int64", "bfloat16", "float16")
 # Elements of an all-reduce: none, fewer than processes, odd, and more than one chunk of memory.
@@ -232,9 +235,9 @@ def with_token(rank, gather, kind):
 def test_worker_with_another_token_is_refused(kind):
     with Peers(2, with_token, kind) as peers:
         first, second = peers.finish()
-    assert "ConnectionError" in second
+    assert "ConfigurationError: " in second
     assert "cannot connect to worker:0: worker:0 does not accept this host's token" in second
-    assert "TimeoutError: communication native: worker:1 did not connect to worker:0" in first
+    assert "PeersAbsent: communication native: worker:1 did not connect to worker:0" in first
     assert "does not know the token" in first
 
 
@@ -290,15 +293,50 @@ def test_a_session_has_no_files_and_listens_no_longer():
         assert peers.finish() == [[[], []]] * 2
 
 
-def count_connections(rank, gather, kind):
+def descriptors():
+    """Return the descriptors of this process, and what they stand for."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def inheritable(rank, gather, kind):
+    """Return the sockets and memory that a program would inherit from this process."""
+    before = descriptors()
     exchange = connect(kind, rank, 2, gather)
-    for descriptor in exchange.descriptors:
-        assert os.get_inheritable(descriptor) is False
-    return len(exchange.descriptors)
+    new = {fd: target for fd, target in descriptors().items() if before.get(fd) != target}
+    found = [len(new) > 0, [target for fd, target in new.items() if os.get_inheritable(fd)]]
+    exchange.close()
+    return found
 
 
 @pytest.mark.parametrize("kind", [*FEW, "python"])
 def test_programs_that_a_worker_starts_inherit_no_connection(kind):
     require(kind)
-    with Peers(2, count_connections, kind) as peers:
-        assert peers.finish() == [1, 1]
+    with Peers(2, inheritable, kind) as peers:
+        assert peers.finish() == [[True, []]] * 2
+
+
+def fork_and_die(rank, gather, kind):
+    """Fork a child that lives on, then die; the other process must notice it."""
+    transport = Transport(connect(kind, rank, 2, gather), ["worker:0", "worker:1"], kind)
+    exchange = transport._exchange
+    exchange.run(ALL_REDUCE, "sum", [np.ones(3, np.float32)])
+    if rank == 1:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        gather.say(pid)
+        os._exit(0)
+    exchange.run(ALL_REDUCE, "sum", [np.ones(3, np.float32)])
+
+
+@pytest.mark.parametrize("kind", [*FEW, "python"])
+def test_child_of_a_dead_worker_keeps_no_connection_open(kind):
+    require(kind)
+    with Peers(2, fork_and_die, kind) as peers:
+        (error,) = peers.finish(0)
+        os.kill(peers.said[1][0], signal.SIGKILL)
+    assert "lost its connection to worker:1" in error
