@@ -2,7 +2,7 @@
 
 import pathlib
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
@@ -31,6 +31,32 @@ STORES = {
 }
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
+# Collectives between workers on CPUs. Optional: without a C++ compiler the package installs without
+# it, and communication="native" then runs in Python.
+NATIVE = "tfdist/parallel/collectives/native"
+TRANSPORT = Extension(
+    NATIVE.replace("/", ".") + "._transport",
+    sources=[
+        f"{NATIVE}/{name}.cc"
+        for name in (
+            "communicator",
+            "reduction",
+            "shared_memory",
+            "sockets",
+            "tensorflow_op",
+            "transport",
+        )
+    ],
+    depends=[
+        f"{NATIVE}/{name}.h"
+        for name in ("communicator", "reduction", "spans", "tensorflow_c_api", "transport")
+    ],
+    language="c++",
+    extra_compile_args=["-std=c++17", "-O3"],
+    libraries=["dl"],
+    optional=True,
+)
+
 setup(
     name="tfdist",
     version="0.1.0",
@@ -42,6 +68,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["tfdist", "tfdist.*"]),
+    ext_modules=[TRANSPORT],
     package_data={"tfdist": ["py.typed"], "tfdist.tools.report": ["templates/*"]},
     install_requires=[
         "absl-py>=2.1",  # flags and app.run of the per-worker scripts

@@ -45,7 +45,7 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         flag_values=flag_values,
     )
     text("devices", "Devices to use: a number, or names such as gpu:0,gpu:1; default: all.")
-    text("communication", "How workers exchange gradients: auto, ring or nccl.")
+    text("communication", "How workers exchange gradients: auto, ring, nccl or native.")
     text("backup_dir", "Directory from which to resume training, for tfdist.BackupAndRestore.")
     flags.DEFINE_integer(
         "seed",

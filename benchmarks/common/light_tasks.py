@@ -15,9 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from tfdist.cluster import meeting, preflight
+from tfdist.cluster import json_channel, meeting, preflight
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.launch import json_channel
 from tfdist.launch.messages import Decision, Finish, Start, Stop, Terms
 from tfdist.launch.rendezvous import Rendezvous
 from tfdist.launch.rendezvous_client import RendezvousClient

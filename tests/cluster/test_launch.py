@@ -22,6 +22,7 @@ def test_environment_prefixes_and_logs(launch):
     )
     assert code == 0
     assert "all tasks done" in err
+    secrets = set()
     for task in ("chief:0", "worker:0", "worker:1"):
         lines = launch.log(task.replace(":", "-")).splitlines()
         shown = [line for line in out.splitlines() if line.startswith(f"[{task}]")]
@@ -35,6 +36,9 @@ def test_environment_prefixes_and_logs(launch):
         assert environ["TFDIST_ATTEMPT"] == "0"
         assert environ["TFDIST_LOG_DIR"] == str((launch.directory / "runs" / "latest").resolve())
         assert environ["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 3))
+        secrets.add(environ["TFDIST_TASK_SECRET"])
+    assert len(secrets) == 1
+    assert len(secrets.pop()) == 64
 
 
 def test_log_dir_and_colour(launch):

@@ -29,7 +29,8 @@ class Strategy:
         task: Task of this process in that file, such as "worker:1"; None: the file defines it.
         devices: Devices to use, as `make_strategy` accepts them: "2", "cpu:2" or "gpu:0,gpu:1";
             None: all.
-        communication: Implementation of the workers' gradient all-reduce: "auto", "ring" or "nccl".
+        communication: Implementation of the workers' gradient all-reduce: "auto", "ring", "nccl" or
+            "native".
         timeout: Longest time to wait for the other workers, in seconds.
         reading: Reader of the data under parameter_server: "workers", "coordinator" or "auto".
     """
@@ -38,7 +39,7 @@ class Strategy:
     cluster: str | None = None
     task: str | None = None
     devices: str | None = None
-    communication: str = one_of(("auto", "ring", "nccl"), "auto")
+    communication: str = one_of(("auto", "ring", "nccl", "native"), "auto")
     timeout: float = above(0, 600.0)
     reading: str = one_of(("auto", "workers", "coordinator"), "auto")
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tfdist.cluster.addresses import resolve_address
+from tfdist.cluster.json_channel import check_token
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.launch import messages
 from tfdist.launch.failure_report import format_verdict, short_path
 from tfdist.launch.failures import Kind
-from tfdist.launch.json_channel import check_token
 from tfdist.launch.messages import Cut, Decision, Finish, Order, Start, Stop, Terms
 from tfdist.launch.output import Console
 from tfdist.launch.policy import Cause, Failed, Policy

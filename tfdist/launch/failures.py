@@ -22,7 +22,8 @@ _LOST_PEERS = re.compile(
     r"|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|Collective ops is aborted|Collective has timed out"
     r"|Connection refused|Connection reset|Socket closed|Broken pipe|[Ff]ailed to connect"
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
-    r"|waited too long for \S+:\d|data:\d+ at \S+ (?:no longer answers|never answered)"
+    r"|waited too long for \S+:\d|lost its connection to \S+:\d"
+    r"|data:\d+ at \S+ (?:no longer answers|never answered)"
 )
 # Error messages of Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads
 # without a network.

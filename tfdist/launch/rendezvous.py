@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from tfdist.cluster import json_channel
 from tfdist.cluster.addresses import bind_problem, join_address, resolve_address
 from tfdist.cluster.pending_connections import PendingConnections
-from tfdist.launch import json_channel
 from tfdist.launch.membership import Membership
 from tfdist.launch.messages import Decide, Finish, Terms
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tfdist.cluster import json_channel
 from tfdist.cluster.addresses import free_ports
-from tfdist.launch import json_channel
 from tfdist.launch.messages import Cut, Finish, Order, Start, Stop
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TRANSIENT_CODE
 

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -134,8 +135,16 @@ def _number(text: str) -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the variables of this process plus `more`, for a process that it starts."""
-    return {**os.environ, **more}
+    """Return the variables of this process plus `more`, for a process that it starts.
+
+    All processes that it starts share a secret, also if this process has none.
+    """
+    return {TASK_SECRET: _secret_of_children(), **os.environ, **more}
+
+
+@functools.cache
+def _secret_of_children() -> str:
+    return secrets.token_hex(32)
 
 
 def task_secret(environ: Mapping[str, str] | None = None) -> bytes:

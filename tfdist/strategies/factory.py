@@ -19,7 +19,7 @@ from tfdist.keras_compat.servers import connected
 from tfdist.strategies import devices as device_names
 from tfdist.strategies import single_process
 from tfdist.strategies.base import check_timeouts
-from tfdist.strategies.multi_worker import COMMUNICATION, multi_worker_mirrored
+from tfdist.strategies.multi_worker import COMMUNICATION, check_native, multi_worker_mirrored
 from tfdist.strategies.parameter_server import READING, coordinate
 from tfdist.strategies.server import check_host, farewell, serve
 from tfdist.sync import Policy
@@ -76,7 +76,9 @@ def make_strategy(
             names, `"cpu"` or `"gpu"`.
         task: Name of this task, such as `worker:1`, if `cluster` does not contain it.
         communication: Collective implementation with which workers exchange gradients: `auto`
-            (default), `ring` or `nccl`.
+            (default), `ring`, `nccl` or `native`. With `native`, workers on CPUs exchange tensors
+            by tfdist's own collectives, and must share a secret: those of one `tfdist launch` do,
+            others find it in the variable `TFDIST_TASK_SECRET`.
         timeout: Seconds without a step after which a worker that waits for the others fails,
             default 600. Under `parameter_server`, the seconds that the chief waits for a step, and
             for a worker when none is left.
@@ -208,6 +210,8 @@ def _multi_worker(
             f"devices: multi_worker_mirrored uses one CPU device a worker, received {len(names)}; "
             "start more workers on this machine instead (tfdist launch --workers N)."
         )
+    if communication == "native":
+        check_native(names)
     device_names.quiet_tensorflow()
     device_names.restrict(names)
     if cluster is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
+import sys
 import time
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -11,8 +15,11 @@ import tensorflow as tf
 
 from tfdist import keras_compat
 from tfdist.cluster.addresses import answers
+from tfdist.cluster.json_channel import check_token
 from tfdist.cluster.spec import ClusterSpec
+from tfdist.parallel.collectives.native.transport import open_transport
 from tfdist.parallel.placement import Placement
+from tfdist.runtime import launch_protocol
 from tfdist.strategies.base import KerasFeedMixin, attach_engine, by_rows
 from tfdist.sync import BUCKET_BYTES, Policy
 from tfdist.train.synchronous.feed import replica_slices
@@ -22,9 +29,14 @@ COMMUNICATION = {
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+    # For what native collectives do not send, such as sparse gradients.
+    "native": tf.distribute.experimental.CommunicationImplementation.AUTO,
 }
 
 LEADER_S = 5.0
+WATCHDOG_FIRST = 1.5  # native collectives wait so much longer, because the watchdog says more
+
+log = logging.getLogger("tfdist")
 
 
 class MultiWorkerMirroredStrategy(KerasFeedMixin, tf.distribute.MultiWorkerMirroredStrategy):
@@ -88,7 +100,57 @@ def multi_worker_mirrored(
     attach_engine(strategy, placement, timeout=timeout, sync=sync, communication=communication)
     keras_compat.broadcast_initial_values(strategy, strategy.tfdist_engine.watchdog.explained)
     _share_seed(strategy, placement)
+    if communication == "native" and len(tasks) > 1:
+        _open_transport(strategy, cluster, placement, timeout)
     return strategy
+
+
+def check_native(devices: Sequence[str]) -> None:
+    """Raise ValueError unless this process can use native collectives.
+
+    Args:
+        devices: Devices of this process.
+
+    Raises:
+        ValueError: If there are other devices than a CPU, or the job has no secret.
+    """
+    if sys.platform != "linux":
+        raise ValueError(
+            f"communication: native needs Linux, received {sys.platform}; use ring or auto."
+        )
+    if len(devices) != 1 or not devices[0].startswith("/cpu"):
+        raise ValueError(
+            "communication: native sums on one CPU device a worker, received "
+            f"{', '.join(devices)}; use auto, or devices='cpu'."
+        )
+    try:
+        check_token(launch_protocol.task_secret())
+    except ValueError as error:
+        raise ValueError(
+            "communication: native needs a secret that only the tasks of this job know. "
+            "`tfdist launch` gives them one; tasks that are started in another way need the same "
+            f"value of the variable {launch_protocol.TASK_SECRET} (here, {error}). Or use ring."
+        ) from error
+
+
+def _open_transport(
+    strategy: MultiWorkerMirroredStrategy,
+    cluster: ClusterSpec,
+    placement: Placement,
+    timeout: float,
+) -> None:
+    """Connect this worker with the others, and let the engine exchange tensors that way."""
+    tasks = cluster.training_tasks
+    transport = open_transport(
+        placement.rank,
+        [task.address for task in tasks],
+        [str(task) for task in tasks],
+        launch_protocol.task_secret(),
+        functools.partial(all_gather, strategy, placement),
+        WATCHDOG_FIRST * timeout,
+    )
+    log.info("workers exchange tensors by native collectives over %s", transport.kind)
+    strategy.tfdist_engine.use_transport(transport)
 
 
 def _await_leader(cluster: ClusterSpec) -> None:

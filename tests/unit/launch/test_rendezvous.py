@@ -16,8 +16,9 @@ import time
 import pytest
 
 from tests.processes import ROOT, environment
+from tfdist.cluster import json_channel
 from tfdist.cluster.addresses import free_ports, split_address
-from tfdist.launch import json_channel, rendezvous, rendezvous_client
+from tfdist.launch import rendezvous, rendezvous_client
 from tfdist.launch.membership import Membership
 from tfdist.launch.messages import Cut, Decision, Finish, Start, Stop, Terms
 from tfdist.launch.rendezvous import Rendezvous

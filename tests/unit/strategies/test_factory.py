@@ -10,6 +10,7 @@ import tfdist
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.strategies import devices, factory
 from tfdist.strategies.factory import is_chief, make_strategy
+from tfdist.strategies.multi_worker import check_native
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,21 @@ def test_auto_follows_cluster_and_devices(cluster, names, chosen, why):
     name, reason = factory._choose(cluster, names)
     assert name == chosen
     assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("devices", "token", "message"),
+    [
+        (["/gpu:0"], "0" * 32, "native sums on one CPU device a worker, received /gpu:0; use auto"),
+        (["/cpu:0", "/cpu:1"], "0" * 32, "received /cpu:0, /cpu:1"),
+        (["/cpu:0"], "", "needs a secret.* the same value of the variable TFDIST_TOKEN"),
+        (["/cpu:0"], "short", "at least 16 random bytes, received 5"),
+    ],
+)
+def test_native_communication_says_what_it_lacks(devices, token, message, monkeypatch):
+    monkeypatch.setenv("TFDIST_TOKEN", token)
+    with pytest.raises(ValueError, match=f"communication: .*{message}"):
+        check_native(devices)
 
 
 @pytest.mark.parametrize(

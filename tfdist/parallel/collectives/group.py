@@ -6,6 +6,8 @@ reduce-scatter. It also goes through `merge_call`, which fails inside `tf.cond` 
 `CollectiveReduceScatterV2` does not exist on CPUs, and a call of it leaves the collectives of the
 process broken. An all-to-all with a local sum replaces it. This also allows tensors to be sent in
 16 bits and summed in 32.
+
+Under `communication="native"`, tensors of `native.transport.DTYPES` travel through a `Transport`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import engine_of
 from tfdist.parallel.collectives import flat_shards
+from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
 
 _meters = threading.local()
@@ -46,6 +49,8 @@ class Group:
         hint: TensorFlow's `communication_hint`: "auto", "ring" or "nccl".
         members: Indices of the group's replicas, in the group's order. They include all replicas
             of this process. None: all replicas of the strategy.
+        transport: Native collectives of all workers, used by a group of all replicas; None to use
+            TensorFlow's.
 
     Attributes:
         bytes: Bytes that a replica sends in each traced call, by the name of the call.
@@ -58,6 +63,7 @@ class Group:
         devices: Sequence[str],
         hint: str = "auto",
         members: Sequence[int] | None = None,
+        transport: Transport | None = None,
     ):
         self.name = name
         self._devices = list(devices)
@@ -65,6 +71,8 @@ class Group:
         self._placement = placement
         self.members = tuple(range(placement.replicas)) if members is None else tuple(members)
         self.size = len(self.members)
+        all_replicas = tuple(range(placement.replicas))
+        self._transport = transport if self.members == all_replicas else None
         self._key = zlib.crc32(f"tfdist {name} {self.members}".encode()) & _KEY
         self.bytes: dict[str, int] = {}
         with tf.init_scope():
@@ -97,7 +105,15 @@ class Group:
                 f"multi_worker_mirrored), received {type(strategy).__name__}. Make it with "
                 "tfdist.make_strategy()."
             )
-        return cls(name, placement, strategy.extended.worker_devices, engine.communication, members)
+        native = engine.communication == "native"
+        return cls(
+            name,
+            placement,
+            strategy.extended.worker_devices,
+            "auto" if native else engine.communication,
+            members,
+            engine.transport,
+        )
 
     @property
     def bytes_in_steps(self) -> dict[str, int]:
@@ -142,6 +158,8 @@ class Group:
             return x
         if comm_dtype is None or op != "Add" or x.dtype.size <= 2:
             self._count(name, x, 2 * (self.size - 1) / self.size)
+            if (transport := self._native(x)) is not None:
+                return transport.all_reduce([x], self._call_name(name), op)[0]
             return self._on_device(
                 tf.raw_ops.CollectiveReduceV2, x, name, merge_op=op, final_op="Id"
             )
@@ -162,6 +180,10 @@ class Group:
         """
         if self.size == 1:
             return x[0]
+        transport = self._native(x) if comm_dtype is None or x.dtype.size <= 2 else None
+        if transport is not None:
+            self._count(name, x, (self.size - 1) / self.size)
+            return transport.reduce_scatter(x, self._call_name(name))
         sent = x if comm_dtype is None or x.dtype.size <= 2 else tf.cast(x, comm_dtype)
         # add_n takes half the time of reduce_sum.
         return tf.add_n([tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))])
@@ -181,6 +203,8 @@ class Group:
         count = x.shape[0]
         dtype = x.dtype
         self._count(name, x, self.size - 1)
+        if (transport := self._native(x)) is not None:
+            return transport.all_gather(x, self._call_name(name))
         if dtype in (tf.bfloat16, tf.uint16, tf.int16):  # sent as pairs in int32
             pairs = tf.reshape(tf.pad(x, [[0, count % 2]]) if count % 2 else x, [-1, 2])
             gathered = tf.bitcast(
@@ -205,7 +229,16 @@ class Group:
         if self.size == 1:
             return x
         self._count(name, x, (self.size - 1) / self.size)
+        if (transport := self._native(x)) is not None:
+            return transport.all_to_all(x, self._call_name(name))
         return self._on_device(tf.raw_ops.CollectiveAllToAllV2, x, name)
+
+    def _native(self, x: tf.Tensor) -> Transport | None:
+        """Return the native collectives if they send such a tensor."""
+        return self._transport if is_native([x]) else None
+
+    def _call_name(self, name: str) -> str:
+        return f"{self.name}: {name}"
 
     def _on_device(self, op, x: tf.Tensor, name: str, **attributes) -> tf.Tensor:
         if x.dtype not in _DTYPES:
@@ -258,6 +291,16 @@ def metered() -> Iterator[list[int]]:
 def _token(name: str, device: str) -> tf.Tensor:
     with tf.device(device):
         return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name)
+
+
+def native_transport(strategy: tf.distribute.Strategy) -> Transport | None:
+    """Return the native collectives of a strategy's workers, or None if it has none."""
+    return getattr(engine_of(strategy), "transport", None)
+
+
+def is_native(tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
+    """Return whether native collectives can send these tensors: dense ones of some dtypes."""
+    return all(isinstance(x, tf.Tensor) and x.dtype in _DTYPES for x in tensors)
 
 
 def sendable(dtype: tf.DType) -> tf.DType:

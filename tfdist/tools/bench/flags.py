@@ -284,7 +284,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--communication",
-        choices=("auto", "ring", "nccl"),
+        choices=("auto", "ring", "nccl", "native"),
         help="implementation of an all-reduce between workers (auto)",
     )
     add(

@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -26,16 +26,27 @@ from tfdist.parallel.placement import Placement
 
 CHECKS = 8  # checks of a call within the bound
 
-# TensorFlow's errors where workers are in different collectives
+# Errors of TensorFlow and of native collectives where workers are in different ones
 # (tensorflow/core/common_runtime/collective_param_resolver_local.cc).
 _MISMATCH = re.compile(
-    r"(?:Collective instance \d+ expected |Shape mismatch in the collective instance)[^\n]*"
+    r"(?:Collective instance \d+ expected |Shape mismatch in the collective instance"
+    r"|workers are out of step: )[^\n]*"
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     progress: Callable[[], Any] | None
+
+
+class Abortable(Protocol):
+    """Collectives beside TensorFlow's."""
+
+    def abort(self, message: str) -> None:
+        """End the current call and all later ones with this message."""
+
+    def waiting_for(self) -> list[str]:
+        """Return the names of the workers for which the current call waits."""
 
 
 class Watchdog:
@@ -46,7 +57,12 @@ class Watchdog:
             no bound.
         placement: Position of this process among the workers. Without other workers, nothing is
             bounded.
+
+    Attributes:
+        transport: Collectives to abort together with TensorFlow's; None if there are none.
     """
+
+    transport: Abortable | None = None
 
     def __init__(self, seconds: float = math.inf, placement: Placement | None = None):
         self._seconds = seconds if placement is not None and placement.workers > 1 else math.inf
@@ -131,13 +147,17 @@ class Watchdog:
                     if call in self._calls:
                         self._abort_message = self._message()
                         abort_collectives(self._abort_message)
+                        if self.transport is not None:
+                            self.transport.abort(self._abort_message)
                         return
 
     def _message(self) -> str:
         placement = self._placement
         assert placement is not None
+        late = self.transport.waiting_for() if self.transport is not None else []
         return (
-            f"{placement.task(placement.rank)} waited too long for {self._others()}: no step for "
+            f"{placement.task(placement.rank)} waited too long for "
+            f"{', '.join(late) or self._others()}: no step for "
             f"{self._seconds:g} s. A worker hangs, is cut off, gets no data, or has fewer batches "
             "than the others. Look at the workers' logs, and give all workers data of the same "
             "length. If your steps take longer, pass a longer make_strategy(timeout=...)."

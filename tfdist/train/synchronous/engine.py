@@ -24,6 +24,7 @@ from tfdist.keras_compat import (
     metrics_of,
     unchanged_by_saving,
 )
+from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding.fsdp import check_deferred
@@ -68,11 +69,16 @@ class Engine(Hooks):
         central: Whether the replicas share one copy of the variables (central storage).
         timeout: Seconds that a step may wait for other workers.
         sync: Synchronization policy of the replicas; default `tfdist.sync.Gradients()`.
-        communication: Implementation of the collectives between workers: "auto", "ring" or "nccl".
+        communication: Implementation of the collectives between workers: "auto", "ring", "nccl" or
+            "native".
+
+    Attributes:
+        transport: Native collectives between the workers; None if TensorFlow's are used.
     """
 
     heartbeat: Heartbeat
     aggregation: GradientAggregation | LocalSteps
+    transport: Transport | None = None
     # Called on each replica before the optimizer runs, with the gradients summed over the replicas,
     # and with their variables.
     watch_gradients: Callable[[Sequence[Any], Sequence[Any] | None], None] | None = None
@@ -117,6 +123,15 @@ class Engine(Hooks):
             self.aggregation = GradientAggregation(
                 policy, self._strategy, self.placement, self._central
             )
+
+    def use_transport(self, transport: Transport | None) -> None:
+        """Exchange tensors by these collectives in steps that have not been traced yet.
+
+        Args:
+            transport: Native collectives; None for TensorFlow's.
+        """
+        self.transport = transport
+        self.watchdog.transport = transport
 
     # --- fit, evaluate, predict -------------------------------------------------------------------
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):

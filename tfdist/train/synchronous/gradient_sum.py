@@ -1,4 +1,4 @@
-"""Sum of the replicas' gradients by TensorFlow's all-reduce, and updates by the sums."""
+"""Sum of the replicas' gradients by an all-reduce, and updates by the sums."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_update
 from tfdist.keras_compat.parallel import known_variables
+from tfdist.parallel.collectives.group import is_native, native_transport
 from tfdist.parallel.replica_weight import weighted_step
 from tfdist.parallel.sharding.fsdp import FSDP
 from tfdist.parallel.sharding.zero import Zero
@@ -47,7 +48,8 @@ def leave_loop() -> None:
 def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> list:
     """Return the sum of each gradient over the replicas; None stays None.
 
-    Gradients of one dtype travel together, because TensorFlow packs them into one buffer.
+    Gradients of one dtype travel together, because TensorFlow packs them into one buffer. Native
+    collectives sum dense gradients where they are used.
     """
     if context.num_replicas_in_sync == 1:
         return grads
@@ -56,8 +58,13 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
     summed = list(grads)
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         positions = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-        with weighted_step(1.0):  # the sums themselves have no gradients
-            totals = context.all_reduce("SUM", [grads[i] for i in positions])
+        addends = [grads[i] for i in positions]
+        transport = native_transport(context.strategy)
+        if transport is not None and is_native(addends):
+            totals = transport.all_reduce(addends, "gradients")
+        else:
+            with weighted_step(1.0):  # the sums themselves have no gradients
+                totals = context.all_reduce("SUM", addends)
         for i, total in zip(positions, totals, strict=True):
             summed[i] = total
     return summed

@@ -1,4 +1,4 @@
-"""Authenticated channel of JSON messages over TCP between two peers that share a token.
+"""Authenticated channel of JSON messages between two peers that share a token.
 
 The channel provides integrity and authenticity, but no encryption. An eavesdropper on the network
 can read all messages, but cannot forge, change, repeat or reorder them. It can also guess tokens
@@ -145,6 +145,16 @@ class Channel:
         """Close the connection; a second call has no effect."""
         self._lines.close()
 
+    def detach(self) -> socket.socket:
+        """Return the connection for data of another kind; the channel must not be used after that.
+
+        The peer must have sent nothing beyond the last message that was received here.
+
+        Raises:
+            Garbage: If it has.
+        """
+        return self._lines.detach()
+
     def _open(self, line: bytes) -> dict[str, Any]:
         match = _LINE.fullmatch(line)
         if not match:
@@ -199,12 +209,31 @@ def connect(address: str, token: bytes, timeout: float = HANDSHAKE_S) -> Channel
     """
     check_token(token)
     limit = time.monotonic() + timeout
-    lines = _Lines(socket.create_connection(split_address(address), timeout=timeout), address)
+    connection = socket.create_connection(split_address(address), timeout=timeout)
+    return authenticate(connection, address, token, limit - time.monotonic())
+
+
+def authenticate(
+    connection: socket.socket, address: str, token: bytes, timeout: float = HANDSHAKE_S
+) -> Channel:
+    """Create a channel from a connection that a client has made; close it on error.
+
+    Args:
+        connection: Connection to the server.
+        address: Name of the server in messages.
+        token: Secret of both sides; see `check_token`.
+        timeout: Seconds for the handshake, default 5.
+
+    Raises:
+        WireError: If the server is another program, or does not know the token.
+    """
+    limit = time.monotonic() + timeout
+    lines = _Lines(connection, address)
     try:
         greeting = _read_expected(lines, limit, "its greeting")
         if not re.fullmatch(re.escape(_GREETING) + rb"[0-9a-f]{64}", greeting):
             raise Garbage(
-                f"{address}: the process that listens there is no tfdist launcher of this version: "
+                f"{address}: the process that listens there is no tfdist process of this version: "
                 f"it sent {greeting[:40]!r}"
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -245,7 +274,7 @@ def accept(connection: socket.socket, token: bytes, timeout: float = HANDSHAKE_S
         answer = _read_expected(lines, limit, "its answer")
         if not re.fullmatch(rb"[0-9a-f]{64} [0-9a-f]{64}", answer):
             raise Garbage(
-                f"{lines.peer} is no tfdist launcher of this version: it sent {answer[:40]!r}"
+                f"{lines.peer} is no tfdist process of this version: it sent {answer[:40]!r}"
             )
         peer_nonce, proof = answer.split(b" ")
         nonces = nonce + bytes.fromhex(peer_nonce.decode())
@@ -322,6 +351,13 @@ class _Lines:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._socket.close()
 
+    def detach(self) -> socket.socket:
+        """Return the socket, which this object then no longer uses."""
+        if self._buffer:
+            self.close()
+            raise Garbage(f"{self.peer} sent data before its turn")
+        return self._socket
+
     def _ready(self, event: int, limit: float) -> bool:
         number = self._socket.fileno()
         if number < 0:
@@ -362,6 +398,8 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 def _peer(connection: socket.socket) -> str:
+    if connection.family == socket.AF_UNIX:
+        return "a process of this host"
     try:
         return join_address(*connection.getpeername()[:2])
     except (OSError, ValueError):

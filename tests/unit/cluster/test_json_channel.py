@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tfdist.launch import json_channel
+from tfdist.cluster import json_channel
 
 TOKEN = b"0123456789abcdef"
 OTHER = b"0123456789abcdeg"
@@ -223,7 +223,7 @@ def test_a_line_of_another_session_is_refused():
 def test_garbage_is_refused(data):
     with stranger() as (raw, accepted):
         raw.sendall(data)
-        with pytest.raises(json_channel.Garbage, match=r"127\.0\.0\.1:\d+ is no tfdist launcher"):
+        with pytest.raises(json_channel.Garbage, match=r"127\.0\.0\.1:\d+ is no tfdist process"):
             accepted.result(LONG_S)
     with middle() as (_, there, _, service):
         service.sendall(data)

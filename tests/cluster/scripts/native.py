@@ -1,0 +1,156 @@
+"""Train two workers with native collectives: one is killed, and after the restart they compare.
+
+The command is `native.py DIRECTORY`. Each worker writes `result-INDEX.pickle`: for each case, the
+history and weights with TensorFlow's collectives and with each kind of native ones.
+"""
+
+import functools
+import os
+import pathlib
+import pickle
+import signal
+import sys
+
+import keras
+import numpy as np
+
+import tfdist
+from tfdist.parallel import fsdp, zero
+from tfdist.parallel.collectives.native.transport import Transport, open_transport
+from tfdist.runtime import launch_protocol
+from tfdist.train.synchronous.replica_state import all_gather
+
+ROWS = 52
+BATCH = 12  # the last batch has 4 rows
+KILLED_AT = (1, 2)  # epoch, step
+
+
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, 6)).astype(np.float32)
+    return x, (x @ random.normal(size=(6, 3))).argmax(1).astype(np.int32)
+
+
+def dense():
+    return keras.Sequential(
+        [keras.Input([6]), keras.layers.Dense(301, "tanh"), keras.layers.Dense(3)]
+    )
+
+
+def embedded():
+    """Return a model with sparse gradients, which travel by TensorFlow's collectives."""
+    return keras.Sequential(
+        [
+            keras.Input([6]),
+            keras.layers.Lambda(lambda x: keras.ops.cast(abs(x), "int32")),
+            keras.layers.Embedding(9, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def fitted(strategy, model=dense, shard=None, sync=None, callbacks=(), epochs=2, **compiled):
+    keras.utils.set_random_seed(1)
+    strategy.tfdist_engine.use(tfdist.sync.policy(sync))
+    with strategy.scope():
+        built = model()
+        optimizer = keras.optimizers.Adam(0.01)
+        if shard is fsdp:
+            fsdp(built)
+        if shard is zero:
+            optimizer = zero(optimizer, stage=1)
+        built.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            **compiled,
+        )
+    x, y = data()
+    history = built.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+    return history.history, built.get_weights()
+
+
+CASES = {
+    "single steps": {},
+    "steps together": {"steps_per_execution": 3},
+    "bfloat16": {"sync": "bfloat16"},
+    "sparse": {"model": embedded},
+    "zero": {"shard": zero},
+    "fsdp": {"shard": fsdp, "steps_per_execution": 2},
+}
+QUICK = ("steps together", "fsdp")  # for the other kinds of native collectives
+
+
+class Kill(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def transports(strategy):
+    """Return the kinds of collectives by name; None is TensorFlow's."""
+    engine = strategy.tfdist_engine
+    workers = engine.placement.tasks
+    more = functools.partial(
+        open_transport,
+        engine.placement.rank,
+        ["127.0.0.1:1"] * len(workers),
+        workers,
+        launch_protocol.task_secret(),
+        functools.partial(all_gather, strategy, engine.placement),
+        60.0,
+    )
+    return {
+        "tensorflow": None,
+        "native": engine.transport,
+        "sockets": more(shared=False),
+        "python": more(compiled=False),
+    }
+
+
+def main(directory):
+    directory = pathlib.Path(directory)
+    strategy = tfdist.make_strategy(communication="native", timeout=100)
+    engine = strategy.tfdist_engine
+    first = launch_protocol.Launched.from_environ().attempt == 0
+    resumed = fitted(
+        strategy,
+        epochs=3,
+        callbacks=[
+            tfdist.BackupAndRestore(directory / "backup", save_freq=2),
+            *([Kill()] if first and engine.placement.rank == 1 else []),
+        ],
+    )
+    traced = []
+    call = Transport._call
+
+    def noted(self, collective, tensors, name, *reduction):
+        traced.append((self.kind, name))
+        return call(self, collective, tensors, name, *reduction)
+
+    Transport._call = noted
+    results = {("resumed", "native"): resumed, ("whole", "native"): fitted(strategy, epochs=3)}
+    kinds = transports(strategy)
+    for kind, transport in kinds.items():
+        engine.use_transport(transport)
+        for case in QUICK if kind in ("sockets", "python") else CASES:
+            results[case, kind] = fitted(strategy, **CASES[case])
+    results["traced"] = traced
+    results["kinds"] = {kind: t.kind for kind, t in kinds.items() if t}
+    (directory / f"result-{engine.placement.rank}.pickle").write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

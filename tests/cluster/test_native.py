@@ -1,0 +1,71 @@
+"""Test that two workers train with native collectives as they do with TensorFlow's."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.cluster.scripts.native import CASES, QUICK
+from tests.processes import PYTHON, ROOT, environment
+from tfdist.parallel.collectives.native import library
+
+TIMEOUT_S = 300  # about 40 on an idle machine of 2 cores
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return the results of both workers of a launch, of which one is killed and all restarted."""
+    directory = tmp_path_factory.mktemp("native")
+    launch = subprocess.run(
+        [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "1"]
+        + ["--log-dir", str(directory / "logs"), "--", PYTHON]
+        + ["-m", "tests.cluster.scripts.native", str(directory)],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    output = launch.stdout + launch.stderr
+    assert launch.returncode == 0, output
+    assert "worker:1 was killed" in output, output
+    return [pickle.loads((directory / f"result-{i}.pickle").read_bytes()) for i in range(2)]
+
+
+def test_tensors_travel_natively_but_for_sparse_ones(results):
+    for result in results:
+        assert result["kinds"]["sockets"] == ("sockets" if library.load() else "sockets, in Python")
+        names = {name.partition(":")[0].split()[0] for _, name in result["traced"]}
+        assert names >= {"gradients", "zero", "fsdp"}
+        assert {kind for kind, _ in result["traced"]} == {*result["kinds"].values()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_that_with_tensorflows_collectives(results, case):
+    for result in results:
+        history, weights = result[case, "tensorflow"]
+        for kind in ("native", "sockets", "python") if case in QUICK else ("native",):
+            other_history, others = result[case, kind]
+            for name in history:
+                np.testing.assert_allclose(other_history[name], history[name], rtol=1e-5)
+            for a, b in zip(weights, others, strict=True):
+                np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5, err_msg=kind)
+
+
+def test_weights_are_equal_bit_for_bit_on_both_workers(results):
+    chief, other = results
+    for key in chief.keys() - {"traced", "kinds"}:
+        assert chief[key][0] == other[key][0], key
+        for a, b in zip(chief[key][1], other[key][1], strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=str(key))
+
+
+def test_killed_workers_resume_as_if_nothing_had_happened(results):
+    for result in results:
+        history, weights = result["whole", "native"]
+        resumed_history, resumed = result["resumed", "native"]
+        assert resumed_history["loss"][-1:] == history["loss"][-1:]
+        for a, b in zip(weights, resumed, strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -1,0 +1,1 @@
+"""Own collectives between the worker processes of a job, on CPUs."""

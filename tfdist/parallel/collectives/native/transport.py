@@ -1,0 +1,212 @@
+"""Native collectives of workers on CPUs, as TensorFlow operations.
+
+All workers of a strategy share one `Transport`. They must call it in the same order, which
+TensorFlow keeps within a function, because the operations are stateful. Workers that are out of
+step get an error that names both calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.parallel.collectives.native import connections, library
+from tfdist.parallel.collectives.native.library import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    CompiledExchange,
+    output_shape,
+)
+from tfdist.parallel.collectives.native.python_exchange import PythonExchange
+
+log = logging.getLogger("tfdist")
+
+START_S = 60.0  # for all connections
+DTYPES = tuple(tf.as_dtype(name) for name in library.DTYPES)
+
+_open: weakref.WeakSet[Transport] = weakref.WeakSet()  # for forked children
+
+
+class Transport:
+    """Collectives of all workers, each with one replica on its CPU.
+
+    Args:
+        exchange: Connected exchange of this worker.
+        names: Name of each worker, by rank.
+
+    Attributes:
+        kind: Way in which tensors travel, for messages.
+    """
+
+    def __init__(
+        self, exchange: CompiledExchange | PythonExchange, names: Sequence[str], kind: str
+    ):
+        self._exchange = exchange
+        self._names = list(names)
+        self.kind = kind
+        self.size = len(names)
+        _open.add(self)
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], name: str, reduction: str = "Add"
+    ) -> list[tf.Tensor]:
+        """Return the sum, minimum or maximum of each tensor over the workers.
+
+        Args:
+            tensors: Dense tensors of one dtype of `DTYPES`.
+            name: Name of this call.
+            reduction: "Add", "Min" or "Max".
+
+        Returns:
+            Tensors equal bit for bit on all workers. Sums of 16-bit floats are computed in 32 bits,
+            and rounded once.
+        """
+        return self._call(ALL_REDUCE, tensors, name, reduction)
+
+    def reduce_scatter(self, x: tf.Tensor, name: str) -> tf.Tensor:
+        """Return this worker's row of the sum of `[size, ...]` over the workers."""
+        return self._call(REDUCE_SCATTER, [x], name)[0]
+
+    def all_gather(self, x: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the tensors of all workers, `[size, ...]`."""
+        return self._call(ALL_GATHER, [x], name)[0]
+
+    def all_to_all(self, x: tf.Tensor, name: str) -> tf.Tensor:
+        """Return `[size, ...]`, of which row i is this worker's row of the tensor of worker i."""
+        return self._call(ALL_TO_ALL, [x], name)[0]
+
+    def abort(self, message: str) -> None:
+        """End the current call and all later ones with this message; any thread may call it."""
+        self._exchange.abort(message)
+
+    def waiting_for(self) -> list[str]:
+        """Return the names of the workers for which the current call waits."""
+        return [self._names[rank] for rank in self._exchange.waiting_for()]
+
+    def close(self) -> None:
+        """Close the connections; later calls fail."""
+        _open.discard(self)
+        self._exchange.close()
+
+    def close_in_child(self) -> None:
+        """Close what a forked child has inherited, so that it keeps no connection open."""
+        self._exchange.close_in_child()
+
+    def _call(
+        self, collective: int, tensors: Sequence[tf.Tensor], name: str, reduction: str = "Add"
+    ) -> list[tf.Tensor]:
+        tensors = [tf.convert_to_tensor(x) for x in tensors]
+        shapes = [
+            output_shape(collective, tuple(x.shape), self.size)
+            if x.shape.rank is not None
+            else None
+            for x in tensors
+        ]
+        exchange = self._exchange
+        operations = _operations()
+        with tf.device("CPU:0"):
+            if operations is not None and isinstance(exchange, CompiledExchange):
+                results = operations.tfdist_collective(
+                    values=tensors,
+                    communicator=exchange.number,
+                    size=self.size,
+                    collective=collective,
+                    reduction=library.REDUCTIONS[reduction],
+                    call=name,
+                )
+            else:
+                results = tf.numpy_function(
+                    functools.partial(self._run, collective, name, reduction),
+                    tensors,
+                    [x.dtype for x in tensors],
+                )
+        results = list(results) if isinstance(results, list | tuple) else [results]
+        return [
+            x if s is None else tf.ensure_shape(x, s) for x, s in zip(results, shapes, strict=True)
+        ]
+
+    def _run(self, collective: int, name: str, reduction: str, *arrays: np.ndarray):
+        try:
+            return self._exchange.run(collective, name, arrays, reduction)
+        except library.TransportError as error:  # as the compiled operation fails
+            raise tf.errors.AbortedError(None, None, str(error)) from error
+
+
+def open_transport(
+    rank: int,
+    addresses: Sequence[str],
+    names: Sequence[str],
+    token: bytes,
+    gather: Callable[[np.ndarray], np.ndarray],
+    timeout: float,
+    compiled: bool | None = None,
+    shared: bool = True,
+) -> Transport:
+    """Connect this worker with all others; all workers call it.
+
+    Args:
+        rank: Rank of this worker.
+        addresses: Address of each worker's task, by rank.
+        names: Name of each worker, by rank.
+        token: Secret of all workers; see `json_channel.check_token`.
+        gather: Function as for `connections.meet`.
+        timeout: Seconds that a call waits without progress.
+        compiled: Whether to use the compiled library. None: if all workers have it.
+        shared: Whether workers of one host may share memory.
+
+    Raises:
+        ConfigurationError: If a worker does not know the token.
+        PeersAbsent: If workers did not connect in time.
+    """
+    has_library = library.load() is not None if compiled is None else compiled
+    endpoints = connections.meet(gather, int(has_library))
+    sockets = connections.connect(rank, endpoints, addresses, names, token, gather, START_S)
+    if not all(endpoints.facts):
+        lacking = [n for n, has in zip(names, endpoints.facts, strict=True) if not has]
+        log.warning(
+            "communication native: runs in Python, which is slower, because %s has no compiled "
+            "library; install a C++ compiler there, and tfdist again",
+            ", ".join(lacking),
+        )
+        return Transport(PythonExchange(rank, sockets, names, timeout), names, "sockets, in Python")
+    memory = None
+    if shared and len(set(endpoints.hosts)) == 1:
+        memory = connections.share_memory(rank, sockets, library.shared_bytes(len(names)), START_S)
+    try:
+        exchange = CompiledExchange(rank, sockets, names, timeout, memory)
+    finally:
+        if memory is not None:
+            os.close(memory)
+    return Transport(exchange, names, "sockets" if memory is None else "shared memory")
+
+
+@functools.cache
+def _operations() -> ModuleType | None:
+    """Return the library's operations.
+
+    There are none if the library was loaded before TensorFlow. Its functions are then called
+    through Python.
+    """
+    operations = library.operations()
+    if operations is not None:
+        tf.no_gradient("TfdistCollective")
+    return operations
+
+
+def _close_in_child() -> None:
+    for transport in list(_open):
+        transport.close_in_child()
+
+
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_close_in_child)
