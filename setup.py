@@ -29,6 +29,7 @@ STORES = {
     "azure": ["adlfs>=2024.12"],
     "hf": ["huggingface_hub>=0.30"],
 }
+RAY = ["ray[train]>=2.60"]
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
 # Collectives between workers on CPUs. Optional: without a C++ compiler the package installs without
@@ -92,6 +93,7 @@ setup(
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
         "all": [*DIGITS, *PLOT],
+        "ray": RAY,
         **STORES,
     },
     entry_points={"console_scripts": ["tfdist = tfdist.cli:main"]},

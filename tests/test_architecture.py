@@ -242,7 +242,7 @@ def _hidden(name: str) -> bool:
 
 def _defined(path: pathlib.Path) -> Iterator[str]:
     for node in nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

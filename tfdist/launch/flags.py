@@ -33,6 +33,9 @@ Runs COMMAND once for each task of a cluster. Each task gets its own TF_CONFIG.
   on the nodes of a Slurm job, or, outside of one, on nodes that Slurm gives for this launch:
   tfdist launch --on slurm --workers 4 --nodes 2 --time 60 -- train.py
 
+  on the nodes of a Ray cluster, from one of them:
+  tfdist launch --on ray --workers 4 -- train.py
+
 COMMAND is a Python file, -m MODULE, `tfdist train`, or any program. Without --cluster,
 --rendezvous and --on, all tasks run on this host, on free ports and without access to the network.
 Press Ctrl-C to end all tasks, and press it again to kill them at once.
@@ -110,22 +113,31 @@ OF_ENGINES = {  # flags of --on, and the engines that take each
     "hosts": ("ssh",),
     "hosts_file": ("ssh",),
     "ssh_command": ("ssh",),
-    "remote_python": ("ssh", "slurm"),
-    "gpus_per_task": ("ssh", "slurm"),
-    "directory": ("ssh", "slurm"),
-    "env": ("ssh", "slurm"),
+    "remote_python": ("ssh", "slurm", "ray"),
+    "gpus_per_task": ("ssh", "slurm", "ray"),
+    "directory": ("ssh", "slurm", "ray"),
+    "env": ("ssh", "slurm", "ray"),
     "nodes": ("slurm",),
     "partition": ("slurm",),
     "time": ("slurm",),
     "account": ("slurm",),
     "slurm_options": ("slurm",),
-    "queue_timeout": ("slurm",),
+    "queue_timeout": ("slurm", "ray"),
+    "address": ("ray",),
+    "cpus_per_task": ("ray",),
+    "placement_strategy": ("ray",),
 }
-ENGINES = ("ssh", "slurm")
+ENGINES = ("ssh", "slurm", "ray")
 JOIN_TIMEOUT_S = 300.0
 QUEUE_TIMEOUT_S = 3600.0
 STRAGGLER_SHARE = 0.5
 STRAGGLER_WINDOW_S = 30.0
+RAY_TIMEOUT_S = 300.0  # nodes that are not there within minutes do not come
+
+
+def other_tasks(flags: argparse.Namespace) -> int:
+    """Return the number of tasks that are no workers."""
+    return (flags.ps or 0) + bool(flags.chief) + bool(flags.evaluator)
 
 
 def _check_engine(flags: argparse.Namespace) -> None:
@@ -312,7 +324,26 @@ def add_slurm_flags(group) -> None:
         "--queue-timeout",
         type=seconds,
         metavar="S",
-        help="seconds to wait for the nodes (3600); after that, exit code 75",
+        help="seconds to wait for the nodes (3600, with --on ray 300); after that, exit code 75",
+    )
+
+
+def _add_ray_flags(group) -> None:
+    group.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="address of the cluster (auto: RAY_ADDRESS, or the cluster that this machine is in)",
+    )
+    group.add_argument(
+        "--cpus-per-task",
+        type=whole(1),
+        metavar="C",
+        help="CPUs that Ray reserves for each task, which has as many threads (1)",
+    )
+    group.add_argument(
+        "--placement-strategy",
+        choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+        help="how Ray places the tasks: on few nodes, on many, on one, or each on its own (PACK)",
     )
 
 
@@ -478,6 +509,7 @@ def add_flags(parser: argparse.ArgumentParser, on: bool = True) -> None:
         help="GPUs of each task, by CUDA_VISIBLE_DEVICES (every task sees all GPUs of its host)",
     )
     add_slurm_flags(parser.add_argument_group("nodes of Slurm (--on slurm)"))
+    _add_ray_flags(parser.add_argument_group("nodes of Ray (--on ray)"))
     tasks = parser.add_argument_group("tasks")
     add_task_flags(tasks)
     tasks.add_argument(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tfdist.launch import config_options
 from tfdist.launch import flags as launch_flags
-from tfdist.launch.engines import kubernetes_scheduler, schedulers, slurm_launch
+from tfdist.launch.engines import kubernetes_scheduler, schedulers
 from tfdist.runtime.cli_arguments import Parser, flag_of
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE
@@ -107,7 +107,7 @@ def _check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     launch_flags.check(flags, words)
     flags.on = on
     if flags.workers is None:
-        others = slurm_launch.other_tasks(flags)
+        others = launch_flags.other_tasks(flags)
         flags.workers = max((flags.nodes or 1) - others, 0 if flags.chief else 1)
 
 

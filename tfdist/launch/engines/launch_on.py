@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import shlex
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.launch.engines import slurm_launch, ssh
+from tfdist.launch.engines import ray_launch, slurm_launch, ssh_launch
 from tfdist.launch.engines.fleet import Engine, Fleet, Prepared
 from tfdist.launch.task_plan import TaskPlan
 from tfdist.runtime.guardian import Guardian
@@ -21,33 +21,47 @@ from tfdist.runtime.launch_protocol import THREAD_VARIABLES
 SET_BY_AGENTS = (*THREAD_VARIABLES, "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL")
 
 
+class Machines(Protocol):
+    """Makes an engine from the flags of a launch. Each value of --on has a module that does."""
+
+    def fill_in(self, flags: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        """Check what the flags say about the machines, and set the default of --workers.
+
+        Args:
+            flags: Checked flags of the launcher.
+            environ: Environment variables of the launcher.
+
+        Raises:
+            ValueError: If the machines are wrong, or have fewer places than there are tasks.
+            NoRoom: If the engine does not answer.
+        """
+
+    def engine(
+        self,
+        flags: argparse.Namespace,
+        guardian: Guardian,
+        show_line: Callable[[str], None],
+        interrupted: Callable[[], bool],
+    ) -> Engine:
+        """Return the engine of a launch.
+
+        Args:
+            flags: Flags, as `fill_in` returns them.
+            guardian: Guardian that kills what runs on this machine if this process dies.
+            show_line: Function that shows a line to the user.
+            interrupted: Function that returns whether the user has ended the launch.
+        """
+
+    def describe(self, flags: argparse.Namespace) -> str:
+        """Return where the tasks run, for the launcher's first line."""
+
+
+MACHINES: dict[str, Machines] = {"ssh": ssh_launch, "slurm": slurm_launch, "ray": ray_launch}
+
+
 def fill_in(flags: argparse.Namespace) -> None:
-    """Find the machines that the flags name, and set the default of --workers.
-
-    Args:
-        flags: Checked flags of the launcher.
-
-    Raises:
-        ValueError: If the machines are wrong, or have fewer places than there are tasks.
-    """
-    if flags.on == "slurm":
-        slurm_launch.fill_in(flags, os.environ)
-        return
-    flags.hosts = (
-        ssh.parse_hosts(flags.hosts)
-        if flags.hosts is not None
-        else ssh.read_hosts(flags.hosts_file)
-    )
-    slots = sum(slots for _, slots in flags.hosts)
-    others = slurm_launch.other_tasks(flags)
-    if flags.workers is None:
-        flags.workers = max(slots - others, 0 if flags.chief else 1)
-    if flags.workers + others > slots:
-        raise ValueError(
-            f"{'--hosts' if flags.hosts_file is None else '--hosts-file'}: expected at least "
-            f"{flags.workers + others} slots, one for each task, received {slots}; write "
-            "HOST:SLOTS, or launch fewer tasks"
-        )
+    """See `Machines.fill_in`."""
+    MACHINES[flags.on].fill_in(flags, os.environ)
 
 
 @contextlib.contextmanager
@@ -75,9 +89,7 @@ def open_fleet(
         yield None
         return
     fleet = Fleet(
-        slurm_launch.engine(flags, show_line, interrupted)
-        if flags.on == "slurm"
-        else _ssh(flags, guardian),
+        MACHINES[flags.on].engine(flags, guardian, show_line, interrupted),
         words,
         flags.directory or os.getcwd(),
         log_dir=log_dir,
@@ -87,16 +99,6 @@ def open_fleet(
     )
     with contextlib.closing(fleet):
         yield fleet
-
-
-def _ssh(flags: argparse.Namespace, guardian: Guardian) -> Engine:
-    return ssh.Ssh(
-        flags.hosts,
-        guardian,
-        command=shlex.split(flags.ssh_command or "ssh"),
-        python=flags.remote_python,
-        gpus_per_task=flags.gpus_per_task or 0,
-    )
 
 
 def interrupt_once(interrupt: Callable[..., None]) -> Callable[..., None]:
@@ -185,12 +187,5 @@ def for_agents(
 
 
 def describe(flags: argparse.Namespace) -> str:
-    """Return where the tasks run, for the launcher's first line.
-
-    Args:
-        flags: Flags, as `fill_in` returns them.
-    """
-    if flags.on == "slurm":
-        return slurm_launch.describe(flags)
-    hosts = [host for host, _ in flags.hosts]
-    return f"on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''} by ssh"
+    """Return where the tasks run, for the launcher's first line."""
+    return MACHINES[flags.on].describe(flags)

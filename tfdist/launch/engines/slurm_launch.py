@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.launch.engines import slurm_commands, slurm_job
 from tfdist.launch.engines.slurm import Slurm, request_of
-from tfdist.launch.flags import QUEUE_TIMEOUT_S
+from tfdist.launch.flags import QUEUE_TIMEOUT_S, other_tasks
 from tfdist.launch.policy import Policy
 from tfdist.runtime.cli_arguments import flag_of
+from tfdist.runtime.guardian import Guardian
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, TRANSIENT_CODE, read_journal
 
 # Flags that describe an allocation to make.
@@ -58,21 +59,13 @@ def fill_in(flags: argparse.Namespace, environ: Mapping[str, str]) -> None:
         )
 
 
-def other_tasks(flags: argparse.Namespace) -> int:
-    """Return the number of tasks that are no workers."""
-    return (flags.ps or 0) + bool(flags.chief) + bool(flags.evaluator)
-
-
 def engine(
-    flags: argparse.Namespace, show_line: Callable[[str], None], interrupted: Callable[[], bool]
+    flags: argparse.Namespace,
+    guardian: Guardian,
+    show_line: Callable[[str], None],
+    interrupted: Callable[[], bool],
 ) -> Slurm:
-    """Return the engine of a launch.
-
-    Args:
-        flags: Flags, as `fill_in` returns them.
-        show_line: Function that shows a line to the user.
-        interrupted: Function that returns whether the user has ended the launch.
-    """
+    """Return the engine of a launch; see `launch_on.Machines`."""
     per_task = (
         gpus_of_environ(os.environ, len(flags.job.quotas))
         if flags.job

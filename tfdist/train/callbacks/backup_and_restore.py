@@ -101,6 +101,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._listening = contextlib.ExitStack()
         self._newest: StoredSnapshot | None = None
         self._opened = False
+        self._save_requested = False
         self._first_epoch = 0
         self._replay_until = 0
         # Metric totals of the epoch that is being validated, and those of each replica.
@@ -204,6 +205,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "first"
         ], self._replay_until
 
+    def request_save(self) -> None:
+        """Save a snapshot after the current step, and go on training.
+
+        Call it in `on_train_batch_end` of another callback, at the same step on all workers. It is
+        for programs that learn of a preemption by other means than SIGTERM, such as Ray Train.
+        """
+        self._save_requested = True
+
     def release(self) -> None:
         """Stop listening for signals, when the `fit` is over or has failed.
 
@@ -256,6 +265,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._opened = False
         self._engine.begin(self.model)
         self.release()
+        if not preemption.can_listen():
+            logging.warning(
+                "%s: fit runs outside of the main thread, where Python cannot handle signals: "
+                "SIGTERM will end this process without a snapshot. Save often (save_freq), or call "
+                "BackupAndRestore.request_save() before the end.",
+                self.backup_dir,
+            )
         self._listening.enter_context(preemption.listening())
         self.store.on_write = self._engine.moment
         self._agree()  # a collective: afterwards every worker has read its snapshot
@@ -313,6 +329,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._steps_since_save += step - before
         if self._engine.stopping():
             self._preempt()
+        if self._save_requested:
+            self._save_requested = False
+            if self._saves_within_epochs():
+                self._save(self._epoch, self._step, self._history())
         if self.save_freq == "epoch" or self._step < self._next:
             return
         due = 1.0
@@ -401,11 +421,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     def _engine(self) -> Hooks:
         return engine_of(self.model.distribute_strategy) or self._engine_of_fit or Hooks()
 
-    def _preempt(self) -> None:
-        """Save the step that all workers have reached, then raise `Preempted`."""
+    def _saves_within_epochs(self) -> bool:
         # If a resumed fit restarts the epoch, its steps count twice. You accept that with a
         # save_freq other than "epoch".
-        saves = self._engine.begins_within_epochs() or self.save_freq != "epoch"
+        return self._engine.begins_within_epochs() or self.save_freq != "epoch"
+
+    def _preempt(self) -> None:
+        """Save the step that all workers have reached, then raise `Preempted`."""
+        saves = self._saves_within_epochs()
         action = f"saving step {self._step}" if saves else "restarting later from the beginning"
         logging.warning(
             "%s: SIGTERM asked this process to end: %s of epoch %d, then exiting with code %d.",

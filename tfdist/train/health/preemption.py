@@ -40,13 +40,18 @@ def resend() -> None:
     os.kill(os.getpid(), SIGNAL)
 
 
+def can_listen() -> bool:
+    """Return whether this is the main thread, the only one that may set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
     """Make SIGTERM set `requested` in this context; a second one ends the process at once.
 
     Outside of the main thread, where Python allows no signal handlers, this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not can_listen():
         yield
         return
     _requested.clear()

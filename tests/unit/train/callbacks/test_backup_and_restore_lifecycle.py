@@ -3,6 +3,7 @@
 The tests cover refused snapshots, files kept at the end, and events sent to the launch.
 """
 
+import concurrent.futures
 import os
 import signal
 import time
@@ -257,3 +258,34 @@ def test_signal_after_the_last_step_is_raised_after_fit(one_device, tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [True]
+
+
+def test_save_on_request_is_resumed(one_device, tmp_path):
+    """The snapshot is of the step after which a callback has asked for it, not of an epoch."""
+
+    class Requests(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                backup.request_save()
+
+    expected = fit(one_device, tmp_path / "calm")
+    backup = tfdist.BackupAndRestore(tmp_path / "asked", save_freq=1000)
+    with pytest.raises(Stop):
+        model_of(one_device, 1).fit(
+            DATA["pipeline"](),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[backup, Requests(), Interrupts(0, 3)],
+        )
+    end = time.monotonic() + 30
+    while Store(tmp_path / "asked").newest().snapshot.facts["step"] != 2:  # it is being written
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    same(fit(one_device, tmp_path / "asked", save_freq=1000), expected)
+
+
+def test_fit_outside_of_the_main_thread_warns_that_no_signal_saves(one_device, tmp_path, caplog):
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(fit, one_device, tmp_path).result(60)
+    assert "outside of the main thread" in caplog.text
+    assert "request_save()" in caplog.text
