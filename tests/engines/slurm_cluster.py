@@ -51,7 +51,7 @@ SlurmdTimeout=6
 KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP PriorityTier=1 GraceTime=60
+PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL MaxTime=30 State=UP PriorityTier=10 PreemptMode=OFF
 """
 GPU_CONFIG = "GresTypes=gpu\n"
