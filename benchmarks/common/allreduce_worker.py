@@ -72,7 +72,7 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], dict[str, float]]]:
             placement.rank,
             addresses,
             placement.tasks,
-            launch_protocol.token(),
+            launch_protocol.task_secret(),
             functools.partial(all_gather, strategy, placement),
             job.timeout,
             **options,
