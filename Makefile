@@ -20,7 +20,7 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-quick   lint, types, doctests and unit tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
-	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI, Ray"
+	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI, Ray, Kubernetes"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
@@ -45,8 +45,8 @@ test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/cluster
 	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu tests/engines/test_slurm_steps.py
 
-# apt-get install slurm-wlm munge openssh-server openmpi-bin for all of them; what is missing is skipped.
-# For Ray, also `.venv/bin/pip install 'ray[train]'`.
+# apt-get install slurm-wlm munge openssh-server openmpi-bin etcd-server for all of them; what is missing is skipped.
+# For Ray, also `.venv/bin/pip install 'ray[train]'`. docs/kubernetes.md says where the servers of Kubernetes come from.
 test-engines: .venv/installed-test
 	$(BIN)/python $(PYTEST) tests/engines
 

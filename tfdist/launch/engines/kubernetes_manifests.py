@@ -21,6 +21,11 @@ TRAINER_CONTAINER = "node"  # the name that Kubeflow Trainer expects
 GRACE_S = 120
 REPORT_S = 15
 GPU = "nvidia.com/gpu"
+LABEL = ("app.kubernetes.io/managed-by", "tfdist")  # of all objects and pods
+REPLICATED = ("worker", TRAINER_CONTAINER)  # names of the Jobs in a JobSet
+# How long a pod stays on a node that does not answer. A synchronous training waits for it, so this
+# is less than the five minutes that Kubernetes gives other pods.
+LOST_NODE_S = 60
 
 Manifest = dict[str, Any]
 
@@ -106,16 +111,18 @@ def job(options: JobOptions) -> list[Manifest]:
     """Return the manifests of a plain indexed Job and its headless Service.
 
     Kubernetes replaces each failed pod by itself. A failure ends every pod of a synchronous
-    training, so each of the `restarts` counts once for each pod.
+    training, so each pod has a limit of its own. With one limit for all, their failures would add
+    up, and the wait before a replacement doubles with each.
 
     Source: https://kubernetes.io/docs/tasks/job/pod-failure-policy/
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#backoff-limit-per-index
     """
     labels = {"job-name": options.name}
     spec = _job_spec(
         options,
         CONTAINER,
         labels,
-        backoff_limit=options.restarts * options.workers,
+        limits={"backoffLimitPerIndex": options.restarts, "maxFailedIndexes": 0},
         # The Job controller starts a new pod for a pod whose failure it ignores.
         preempted="Ignore",
         identity={"TFDIST_K8S_JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']"},
@@ -208,7 +215,7 @@ def _document(api: str, kind: str, options: JobOptions, spec: Manifest) -> Manif
     metadata: Manifest = {"name": options.name}
     if options.namespace:
         metadata["namespace"] = options.namespace
-    metadata["labels"] = {"app.kubernetes.io/managed-by": "tfdist"}
+    metadata["labels"] = dict([LABEL])
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
@@ -217,7 +224,7 @@ def _jobset_spec(options: JobOptions, container: str) -> Manifest:
         options,
         container,
         _jobset_labels(options),
-        backoff_limit=0,
+        limits={"backoffLimit": 0},
         preempted="FailJob",
         identity={
             "TFDIST_K8S_JOB_UID": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']",
@@ -258,7 +265,7 @@ def _job_spec(
     container: str,
     labels: Mapping[str, str],
     *,
-    backoff_limit: int,
+    limits: Mapping[str, int],
     preempted: str,
     identity: Mapping[str, str],
 ) -> Manifest:
@@ -278,9 +285,12 @@ def _job_spec(
         "completionMode": "Indexed",
         "completions": options.workers,
         "parallelism": options.workers,
-        "backoffLimit": backoff_limit,
+        **limits,
         "podFailurePolicy": {"rules": rules},
-        "template": {"spec": _pod_spec(options, container, labels, identity)},
+        "template": {
+            "metadata": {"labels": dict([LABEL])},
+            "spec": _pod_spec(options, container, labels, identity),
+        },
     }
 
 
@@ -325,6 +335,15 @@ def _pod_spec(
         "affinity": {
             "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [spread]}
         },
+        "tolerations": [
+            {
+                "key": f"node.kubernetes.io/{state}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": LOST_NODE_S,
+            }
+            for state in ("not-ready", "unreachable")
+        ],
         "containers": [
             {
                 "name": container,

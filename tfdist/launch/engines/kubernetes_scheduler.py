@@ -6,45 +6,31 @@ import argparse
 import datetime
 import json
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from tfdist.launch.engines import kubectl, kubernetes_pods
 from tfdist.launch.engines.fleet import NoRoom
-from tfdist.launch.engines.kubernetes_manifests import KINDS, JobOptions
+from tfdist.launch.engines.kubernetes_manifests import KINDS, LABEL, REPLICATED, JobOptions
 from tfdist.launch.engines.launch_on import task_environ
 from tfdist.launch.engines.schedulers import JobLine
 
-LABEL = "app.kubernetes.io/managed-by=tfdist"
-COMMAND_S = 60.0  # for kubectl to answer
+SELECTOR = "=".join(LABEL)
 # Resources of a job, in the order in which they are removed.
 RESOURCES = {
     "jobset": ("jobset", "networkpolicy"),
     "job": ("job", "service", "networkpolicy"),
     "trainjob": ("trainjob", "trainingruntime", "networkpolicy"),
 }
-REMEDIES = {
-    "no matches for kind": "the cluster lacks the controller of this kind; take --kind job, which "
-    "every cluster has",
-    "doesn't have a resource type": "the cluster lacks the controller of this kind",
-    "forbidden": "your account may not do this in the namespace; ask its administrator",
-    "exceeded quota": "the namespace has no quota left; ask for less, or end other jobs",
-    "namespaces": "make the namespace, or name another one by --namespace",
-    "already exists": "name the job otherwise by --job-name, or `tfdist cancel` the former one",
-    "field is immutable": "a job of this name exists; `tfdist cancel` it, or take another "
-    "--job-name",
+# The label of the pods that has the name of their job.
+POD_LABELS = {
+    "jobset": "jobset.sigs.k8s.io/jobset-name",
+    "job": "job-name",
+    "trainjob": "jobset.sigs.k8s.io/jobset-name",
 }
-NO_ANSWER = ("connection refused", "unable to connect", "i/o timeout", "no such host")
-# Why a container waits, and what to do.
-WAITING = {
-    "ImagePullBackOff": "check --image, and --pull-secret for a private registry",
-    "ErrImagePull": "check --image, and --pull-secret for a private registry",
-    "InvalidImageName": "check --image",
-    "CreateContainerConfigError": "check the names of --volume and --pull-secret",
-    "CreateContainerError": "the image must have the `tfdist` command in PATH",
-}
+OVER = ("Complete", "Completed", "Failed")
 
 
 def is_installed() -> bool:
@@ -158,141 +144,91 @@ def manifest(flags: argparse.Namespace, launch_words: Sequence[str], command: Se
 
 def submit(flags: argparse.Namespace, manifest: str) -> str:
     """See `Scheduler.submit`. The id is KIND/NAME, with the namespace as in `tfdist jobs`."""
-    _kubectl("create", "--filename=-", text=manifest)
+    kubectl.create(manifest, *([f"--namespace={flags.namespace}"] if flags.namespace else []))
     job = f"{flags.kind or 'jobset'}/{flags.job_name}"
     return f"{flags.namespace}/{job}" if flags.namespace else job
 
 
 def jobs() -> list[JobLine]:
-    """See `Scheduler.jobs`."""
+    """See `Scheduler.jobs`. These are the jobs of the namespace of kubectl's context."""
     lines = []
+    pods = kubectl.get("pods", f"--selector={SELECTOR}")["items"]
     for kind in KINDS:
         try:
-            text = _kubectl("get", kind, f"--selector={LABEL}", "--output=json")
-        except ValueError as error:
+            found = kubectl.get(kind, f"--selector={SELECTOR}")["items"]
+        except kubectl.KubectlError as error:
             if "resource type" in str(error):  # without its controller there are no such jobs
                 continue
             raise
-        for item in json.loads(text)["items"]:
-            state = _state(item)
-            if state not in ("Complete", "Completed", "Failed"):
-                lines.append(_line(kind, item, state))
+        for item in found:
+            if _condition(item).get("type") not in OVER:
+                name = item["metadata"]["name"]
+                own = [
+                    pod for pod in pods if pod["metadata"]["labels"].get(POD_LABELS[kind]) == name
+                ]
+                lines.append(_line(kind, item, own))
     return lines
 
 
 def logs(job: str, follow: bool, show: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
     """See `Scheduler.logs`. Each line begins with its pod."""
     namespace, kind, name = _parse(job)
-    words = [*namespace, "logs", f"--selector={_pods_of(kind, name)}", "--prefix", "--tail=-1"]
-    pods = json.loads(
-        _kubectl(*namespace, "get", "pods", f"--selector={_pods_of(kind, name)}", "--output=json")
-    )["items"]
+    state = _condition(kubectl.get(kind, name, namespace=namespace))
+
+    def pods() -> list[dict[str, Any]]:
+        selector = f"--selector={POD_LABELS[kind]}={name}"
+        found = kubectl.get("pods", selector, namespace=namespace)["items"]
+        return sorted(found, key=lambda pod: pod["metadata"]["creationTimestamp"])
+
+    def over() -> bool:
+        nonlocal state
+        item = kubectl.get(kind, name, "--ignore-not-found", namespace=namespace)
+        state = _condition(item)
+        return not item or state.get("type") in OVER
+
+    if follow:
+        kubernetes_pods.follow(pods, over, namespace, show, tell)
+    else:
+        _show_output(job, pods(), namespace, show, tell)
+    if state.get("type") == "Failed":
+        tell(f"job {job} failed: {state.get('reason')}: {state.get('message')}")
+
+
+def _show_output(
+    job: str,
+    pods: Sequence[dict[str, Any]],
+    namespace: Sequence[str],
+    show: Callable[[str], Any],
+    tell: Callable[[str], Any],
+) -> None:
+    """Show what the pods of a job have written so far.
+
+    Raises:
+        NoRoom: If no pod has begun. The message says why.
+    """
     if not pods:
-        raise NoRoom(f"job {job} has no pods: it waits for its controller, or it is over")
-    for line in waiting_pods(pods):
+        raise NoRoom(_why_no_pods(namespace, job))
+    lines = kubernetes_pods.problems(pods)
+    begun = [pod["metadata"]["name"] for pod in pods if kubernetes_pods.has_begun(pod)]
+    if not begun:
+        raise NoRoom("\n".join(lines) or f"the pods of job {job} have not begun")
+    for line in lines:
         tell(line)
-    if not follow:
-        show(_kubectl(*words))
-        return
-    count = max(len(pods), 5)  # kubectl follows five pods by default
-    with subprocess.Popen(
-        ["kubectl", *words, "--follow", f"--max-log-requests={count}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
+    for name in begun:
         try:
-            for line in process.stdout:
-                show(line)
-        finally:
-            process.terminate()
+            show(kubectl.run(*namespace, "logs", name, "--prefix"))
+        except (kubectl.KubectlError, NoRoom) as error:  # its node is lost, for example
+            tell(f"pod {name}: {error}")
 
 
 def cancel(job: str) -> None:
     """See `Scheduler.cancel`. Pods get SIGTERM, and the time to save."""
     namespace, kind, name = _parse(job)
-    _kubectl(*namespace, "delete", kind, name, "--wait=false")
-    for resource in RESOURCES[kind][1:]:
-        _kubectl(*namespace, "delete", resource, name, "--ignore-not-found", "--wait=false")
-
-
-def waiting_pods(pods: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each pod that cannot start, with the reason and the remedy.
-
-    Args:
-        pods: Pods, as the API returns them.
-    """
-    lines = []
-    for pod in pods:
-        name = pod["metadata"]["name"]
-        status = pod.get("status", {})
-        for condition in status.get("conditions", ()):
-            if condition.get("reason") == "Unschedulable":
-                lines.append(
-                    f"pod {name} waits for a node: {condition.get('message', '')}; ask for less "
-                    "(--cpus, --memory, --gpus-per-task), or wait"
-                )
-        for container in status.get("containerStatuses", ()):
-            waiting = container.get("state", {}).get("waiting", {})
-            if waiting.get("reason") in WAITING:
-                reason = waiting["reason"]
-                lines.append(
-                    f"pod {name} cannot start: {reason}: {waiting.get('message', '')}; "
-                    f"{WAITING[reason]}"
-                )
-    return lines
-
-
-def refusal(words: str, text: str) -> ValueError | NoRoom:
-    """Return the error for what kubectl has written.
-
-    Args:
-        words: The command, for the message.
-        text: Its output.
-
-    Example:
-        >>> refusal("create", 'Error from server (AlreadyExists): jobs "a" already exists')
-        ... # doctest: +ELLIPSIS
-        ValueError('Kubernetes: create: jobs "a" already exists; name the job otherwise ...
-    """
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    sentence = lines[-1] if lines else "ended without a message"
-    message = f"Kubernetes: {words}: {sentence.removeprefix('error: ')}"
-    if sentence.startswith("Error from server"):
-        message = f"Kubernetes: {words}: {sentence.partition(': ')[2]}"
-    lower = text.lower()
-    if any(part in lower for part in NO_ANSWER):
-        return NoRoom(f"{message}; look at `kubectl cluster-info`")
-    remedy = next((remedy for part, remedy in REMEDIES.items() if part in lower), "")
-    return ValueError(f"{message}; {remedy}" if remedy else message)
-
-
-def _kubectl(*words: str, text: str | None = None) -> str:
     try:
-        result = subprocess.run(
-            ["kubectl", *words],
-            input=text,
-            stdin=subprocess.DEVNULL if text is None else None,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_S,
-        )
-    except FileNotFoundError as error:
-        raise ValueError(
-            "--on kubernetes: expected `kubectl` in PATH, found none; install it, and give it a "
-            "context of the cluster"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise NoRoom(
-            f"Kubernetes: kubectl did not answer within {COMMAND_S:g} s; look at `kubectl "
-            "cluster-info`"
-        ) from error
-    if result.returncode:
-        verb = next((word for word in words if not word.startswith("--")), "")
-        raise refusal(verb, result.stderr or result.stdout)
-    return result.stdout
+        kubectl.run(*namespace, "delete", kind, name, "--wait=false")
+    finally:  # if the job was deleted by other means, too
+        for resource in RESOURCES[kind][1:]:
+            kubectl.run(*namespace, "delete", resource, name, "--ignore-not-found", "--wait=false")
 
 
 def _parse(job: str) -> tuple[list[str], str, str]:
@@ -306,25 +242,34 @@ def _parse(job: str) -> tuple[list[str], str, str]:
     return [f"--namespace={parts[0]}"] if len(parts) == 3 else [], parts[-2], parts[-1]
 
 
-def _pods_of(kind: str, name: str) -> str:
-    return f"job-name={name}" if kind == "job" else f"jobset.sigs.k8s.io/jobset-name={name}"
+def _why_no_pods(namespace: Sequence[str], job: str) -> str:
+    name = job.rpartition("/")[2]
+    names = [name, *(f"{name}-{part}-0" for part in REPLICATED)]
+    selector = "--field-selector=type=Warning"
+    warnings = kubectl.get("events", selector, namespace=namespace)["items"]
+    why = kubernetes_pods.why_none(names, warnings)
+    return f"job {job} has no pods: {why or 'it waits for its controller, or it is over'}"
 
 
-def _state(item: dict[str, Any]) -> str:
+def _condition(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the last condition of a job that holds, or {}."""
     conditions = item.get("status", {}).get("conditions", ())
-    return next(
-        (each["type"] for each in reversed(conditions) if each.get("status") == "True"), "Running"
-    )
+    return next((each for each in reversed(conditions) if each.get("status") == "True"), {})
 
 
-def _line(kind: str, item: dict[str, Any], state: str) -> JobLine:
+def _line(kind: str, item: Mapping[str, Any], pods: Sequence[dict[str, Any]]) -> JobLine:
     metadata = item["metadata"]
     begin = datetime.datetime.fromisoformat(metadata["creationTimestamp"].replace("Z", "+00:00"))
     seconds = int((datetime.datetime.now(datetime.timezone.utc) - begin).total_seconds())
+    job = f"{metadata['namespace']}/{kind}/{metadata['name']}"
+    where = [", ".join(kubernetes_pods.nodes_of(pods)), *kubernetes_pods.problems(pods)]
+    if not pods:
+        where.append(_why_no_pods([f"--namespace={metadata['namespace']}"], job))
+    runs = any(pod["status"].get("phase") == "Running" for pod in pods)
     return JobLine(
-        f"{metadata['namespace']}/{kind}/{metadata['name']}",
-        state,
+        job,
+        _condition(item).get("type") or ("Running" if runs else "Pending"),
         metadata["name"],
         str(datetime.timedelta(seconds=max(0, seconds))),
-        metadata["namespace"],
+        "; ".join(filter(None, where)),
     )

@@ -45,7 +45,10 @@ def test_exit_codes_end_restart_or_count(kind):
     }
     preempted = "Ignore" if kind == "job" else "FailJob"  # a JobSet restarts all pods then
     assert rules == {78: "FailJob", 42: preempted, "evicted": preempted}
-    assert spec["backoffLimit"] == (6 if kind == "job" else 0)  # each failure ends both pods
+    if kind == "job":  # each failure ends both pods
+        assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
+    else:
+        assert spec["backoffLimit"] == 0
     container = spec["template"]["spec"]["containers"][0]
     for rule in spec["podFailurePolicy"]["rules"]:
         name = rule.get("onExitCodes", {}).get("containerName", container["name"])
