@@ -30,6 +30,8 @@ POD_LABELS = {
     "job": "job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
 }
+# Without the controller of a kind there are no such jobs. kubectl may remember a former one.
+NO_KIND = ("doesn't have a resource type", "could not find the requested resource")
 OVER = ("Complete", "Completed", "Failed")
 
 
@@ -157,7 +159,7 @@ def jobs() -> list[JobLine]:
         try:
             found = kubectl.get(kind, f"--selector={SELECTOR}")["items"]
         except kubectl.KubectlError as error:
-            if "resource type" in str(error):  # without its controller there are no such jobs
+            if any(part in str(error) for part in NO_KIND):
                 continue
             raise
         for item in found:
