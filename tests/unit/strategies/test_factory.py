@@ -84,12 +84,12 @@ def test_auto_follows_cluster_and_devices(cluster, names, chosen, why):
     [
         (["/gpu:0"], "0" * 32, "native sums on one CPU device a worker, received /gpu:0; use auto"),
         (["/cpu:0", "/cpu:1"], "0" * 32, "received /cpu:0, /cpu:1"),
-        (["/cpu:0"], "", "needs a secret.* the same value of the variable TFDIST_TOKEN"),
+        (["/cpu:0"], "", "needs a secret.* the same value of the variable TFDIST_TASK_SECRET"),
         (["/cpu:0"], "short", "at least 16 random bytes, received 5"),
     ],
 )
 def test_native_communication_says_what_it_lacks(devices, token, message, monkeypatch):
-    monkeypatch.setenv("TFDIST_TOKEN", token)
+    monkeypatch.setenv("TFDIST_TASK_SECRET", token)
     with pytest.raises(ValueError, match=f"communication: .*{message}"):
         check_native(devices)
 
