@@ -267,6 +267,12 @@ def test_strangers_do_not_disturb_the_start(tcp):
         assert peers.finish() == [[1.0, 4.0]] * 2
 
 
+def shared_files():
+    """Return the files in shared memory that this process maps."""
+    with open("/proc/self/maps", encoding="ascii") as file:
+        return {line.split(maxsplit=5)[5] for line in file if "/dev/shm" in line}
+
+
 def traces(rank, gather):
     """Return the names that a session leaves while it is open: sockets and files in memory."""
     sessions = []
@@ -277,14 +283,13 @@ def traces(rank, gather):
         return listen(session, rank)
 
     connections._listen_locally = listen_locally
+    before = shared_files()  # semaphores of multiprocessing
     exchange = connect("shared memory", rank, 2, gather)
     exchange.run(ALL_REDUCE, "sum", [np.ones(300_000, np.float32)])
     gather(np.zeros(1))
     with open("/proc/net/unix", encoding="ascii") as file:
         listening = [x for x in file if f"@tfdist {sessions[0]}" in x and " 00010000 " in x]
-    with open("/proc/self/maps", encoding="ascii") as file:
-        files = [x for x in file if "/dev/shm" in x]
-    return [listening, files]
+    return [listening, sorted(shared_files() - before)]
 
 
 def test_a_session_has_no_files_and_listens_no_longer():
