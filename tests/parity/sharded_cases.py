@@ -33,6 +33,8 @@ ZEROS = (
 # Keras' name of means of squared gradients: a square has twice the relative error of what is
 # squared.
 SQUARES = "velocity"
+# The kernels of fused updates take `1 - beta_2` from float32 numbers. See docs/performance.md.
+OF_KERNELS = 2e-5
 ALONE = " alone"  # ends a way in which processes train without a scope, each with its own rows
 SHARDED = {  # way: what it does with the model, with the optimizer
     "zero1": (None, functools.partial(zero, stage=1)),
@@ -247,6 +249,7 @@ CASES = {
         lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
         ("zero2", "fsdp", "fsdp keep"),
         "next",
+        tolerance=2e-6,
         deferred=True,
     ),
     "mlp lion": Case(mlp, lambda: keras.optimizers.Lion(0.003), ("zero1", "zero2", "fsdp")),
@@ -451,7 +454,9 @@ def compare(plain: dict, numbers: dict, tolerance: float, rounding: float, what:
         limit = (
             rounding
             if any(zero in name for zero in ZEROS)
-            else tolerance * largest * (2 if SQUARES in name else 1)
+            else max(2 * tolerance, OF_KERNELS) * largest
+            if SQUARES in name
+            else tolerance * largest
         )
         np.testing.assert_allclose(
             value, plain[name], rtol=0, atol=limit, err_msg=f"{what}: {name}"
