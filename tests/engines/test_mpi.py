@@ -61,6 +61,8 @@ class MpiRun(Launch):
                     name: value,
                     "OMPI_ALLOW_RUN_AS_ROOT": "1",  # root of a container
                     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                    # It shares memory at an address that is sometimes taken (SIGSEGV).
+                    "OMPI_MCA_rtc": "^hwloc",
                 },
                 stdout=out,
                 stderr=err,

@@ -95,7 +95,7 @@ class SlurmLaunch(Launch):
         while True:
             text = self.slurm.run("scontrol", "-o", "show", "job", job).partition("\n")[0]
             state = re.search(r"JobState=(\w+)", text)[1]
-            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+            if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING"):
                 code = re.search(r"ExitCode=(\d+):", text)[1]
                 return state, int(code), self.output(job)
             # Slurm waits two minutes with a job that is requeued. Within seconds, a node would

@@ -137,8 +137,8 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
 
     Hosts are Slurm's node names in Slurm's order, so they must resolve. Block, cyclic and plane
     distributions are supported, and arbitrary ones whose SLURM_HOSTFILE this task can read. A step
-    over several components of a heterogeneous job (`srun --het-group=0,1`) is one cluster. Ports
-    start at `TFDIST_PORT`, if it is set; else they are those of
+    over several components of a heterogeneous job (`srun --het-group=0,1`) is one cluster; its
+    distribution must be block. Ports start at `TFDIST_PORT`, if it is set; else they are those of
     `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 150). Each rank has
     its own port; if fewer are reserved, each task of a node has its own port.
 
@@ -178,14 +178,15 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         positions = _hostfile_positions(environ, hosts)
     else:
+        components = _nodes_of_components(environ, hosts)
+        # srun chooses a distribution for each component, and gives a task now that of its own
+        # component, now that of another: all tasks take block, and the check below finds others.
+        chunk = _slurm_chunk(environ) if len(components) == 1 else size
         positions = []
         first = 0
-        for count in _nodes_of_components(environ, hosts):
+        for count in components:
             counts = per_node[first : first + count]
-            positions += [
-                (first + node, local)
-                for node, local in _rank_positions(counts, _slurm_chunk(environ))
-            ]
+            positions += [(first + node, local) for node, local in _rank_positions(counts, chunk)]
             first += count
     rank, node, local = (
         _integer(environ, f"SLURM_{name}") for name in ("PROCID", "NODEID", "LOCALID")

@@ -113,6 +113,28 @@ def test_slurm_placements(per_node, distribution, expected):
     assert all(jobs == specs[0] for jobs in specs)
 
 
+@pytest.mark.parametrize("distribution", ["block", "cyclic"])
+def test_slurm_step_over_components_takes_block_whatever_one_component_has(distribution):
+    """srun tells a task the distribution of its own component, or by a race of another."""
+    environ = {
+        **SLURM,
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+        "SLURM_DISTRIBUTION": distribution,
+        "SLURM_PROCID": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_LOCALID": "1",
+    }
+    hosts = [address.partition(":")[0] for address in resolvers.from_slurm(environ).jobs["worker"]]
+    assert hosts == ["n1", "n2", "n2", "n3", "n3"]
+    with pytest.raises(ValueError, match="puts it elsewhere; use srun --distribution=block"):
+        resolvers.from_slurm({**environ, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"})
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
