@@ -173,11 +173,26 @@ class PeerExchange:
         Returns:
             Reasons why tasks are late when the time is over, by task.
         """
-        if self._follows:
-            return self._wait_for_leader()
+        end = min(time.monotonic() + OTHER_SPEC_S, self.wait.started + self.wait.timeout)
+        late = self._wait_for_leader() if self._follows else self._wait_for_others(wrong)
+        # A doctor with another cluster spec cannot be told. It notices when it asks, if it asks at
+        # all. Of the tasks of a large cluster, only the first one is sure to ask.
+        asking = [self._leader] if self._follows else list(self.tasks)
+        with_other_spec = [name for name in asking if self._has_other_spec(name)]
+        while (
+            self.own
+            and time.monotonic() < end
+            and not all(
+                self.peers[name].process in self.responder.askers for name in with_other_spec
+            )
+        ):
+            time.sleep(FIRST_S)
+        return late
+
+    def _wait_for_others(self, wrong: str) -> dict[str, str]:
+        """Wait until all other tasks are done, and have asked this host if nothing is wrong."""
         others = [name for name in self.tasks if name not in self.own and name not in self.missing]
         with_other_spec = [name for name in others if self._has_other_spec(name)]
-        end = min(time.monotonic() + OTHER_SPEC_S, self.wait.started + self.wait.timeout)
 
         def pending() -> dict[str, str]:
             late = {
@@ -199,16 +214,6 @@ class PeerExchange:
             for name, missing in for_each(self._missing_at, some(late), self._at_once).items():
                 if missing:
                     late[name] += f": it waits for {absent(missing, self.responder.spec)}"
-        # A doctor with another cluster spec cannot be told. It notices when it asks, if it asks at
-        # all.
-        while (
-            self.own
-            and time.monotonic() < end
-            and not all(
-                self.peers[name].process in self.responder.askers for name in with_other_spec
-            )
-        ):
-            time.sleep(FIRST_S)
         return late
 
     def _wait_for_leader(self) -> dict[str, str]:

@@ -117,7 +117,17 @@ def test_a_pair_that_cannot_connect_is_named(monkeypatch):
         assert any("worker:12" in text or named in text for text in failed), failed
 
 
-def test_different_clusters():
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_different_clusters(monkeypatch, seconds):
+    """The first host answers before it asks the odd one, which must still be there."""
+    ask_all = PeerExchange.ask_all
+
+    def ask_late(exchange):
+        if exchange.leads:
+            time.sleep(seconds)
+        ask_all(exchange)
+
+    monkeypatch.setattr(PeerExchange, "ask_all", ask_late)
     spec, hosts = one_each()
     jobs = {"worker": spec.jobs["worker"] + tuple(ClusterSpec.local().jobs["worker"])}
     other = ClusterSpec(jobs, source="file other.yaml")
