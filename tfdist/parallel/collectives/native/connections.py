@@ -32,6 +32,7 @@ import numpy as np
 from tfdist.cluster.addresses import join_address, resolve_address, split_address
 from tfdist.cluster.handshake import ConfigurationError, PeersAbsent
 from tfdist.cluster.json_channel import WrongToken, accept, authenticate
+from tfdist.cluster.pending_connections import PendingConnections
 
 Gather = Callable[[np.ndarray], np.ndarray]
 
@@ -46,7 +47,7 @@ _NONCE_BYTES = 18
 
 @dataclasses.dataclass(frozen=True)
 class Endpoints:
-    """What the workers know about each other.
+    """Identities of all workers, as each of them knows them.
 
     Attributes:
         session: Name of the session, different each time.
@@ -201,7 +202,7 @@ class _Server:
         self._token = token
         self._limit = limit
         self._arrived: queue.Queue[tuple[int, socket.socket] | WrongToken] = queue.Queue()
-        self._slots = threading.Semaphore(len(names) + STRANGERS)
+        self._pending = PendingConnections(len(names) + STRANGERS)
         self._open = True
 
     @contextlib.contextmanager
@@ -242,15 +243,14 @@ class _Server:
         listener.settimeout(0.05)
         while self._open:
             try:
-                connection, _ = listener.accept()
+                connection, address = listener.accept()
             except TimeoutError:
                 continue
             except OSError:
                 return
-            if self._slots.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
+            host = address[0] if listener.family != socket.AF_UNIX else ""
+            self._pending.add(connection, host)
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
         try:
@@ -263,6 +263,7 @@ class _Server:
             if hello != expected or not isinstance(peer, int) or peer not in higher:
                 channel.close()
                 return
+            self._pending.remove(connection)  # from here on, nobody may shut it down
             channel.send(_hello(self._endpoints, self._rank, peer))
             self._arrived.put((peer, channel.detach()))
         except WrongToken as error:
@@ -270,7 +271,7 @@ class _Server:
         except OSError:  # a stranger, or a worker that has ended
             connection.close()
         finally:
-            self._slots.release()
+            self._pending.remove(connection)
 
 
 def _connect_to(

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.unit.parallel.collectives.native.peers import KINDS, Peers, connect, require
+from tests.unit.parallel.collectives.native.peers import KINDS, WAIT_S, Peers, connect, require
 from tfdist.parallel.collectives.native import connections
 from tfdist.parallel.collectives.native.library import (
     ALL_GATHER,
@@ -265,6 +265,32 @@ def among_strangers(rank, gather, tcp):
 def test_strangers_do_not_disturb_the_start(tcp):
     with Peers(2, among_strangers, tcp) as peers:
         assert peers.finish() == [[1.0, 4.0]] * 2
+
+
+def among_a_crowd(rank, gather, tcp):
+    """Connect while strangers hold more connections than may be in their handshake at once."""
+    connections.STRANGERS = 0
+    connections.HELLO_S = WAIT_S
+    listen = connections._listen_at if tcp else connections._listen_locally
+    crowd = []
+
+    def listen_and_be_crowded(*args):
+        listener = listen(*args)
+        for _ in range(8):
+            crowd.append(socket.socket(listener.family))
+            if tcp:
+                crowd[-1].bind(("127.0.0.2", 0))
+            crowd[-1].connect(listener.getsockname())
+        return listener
+
+    setattr(connections, listen.__name__, listen_and_be_crowded)
+    return connect("python tcp" if tcp else "python", rank, 2, gather, connect_s=WAIT_S / 2).rank
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_strangers_that_hold_connections_keep_no_worker_out(tcp):
+    with Peers(2, among_a_crowd, tcp) as peers:
+        assert peers.finish() == [0, 1]
 
 
 def shared_files():
