@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -100,3 +102,11 @@ class Launch:
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
+
+    def check_nobody_left(self, seconds=5.0):
+        """Check that all processes end; kill those that do not."""
+        left = self.wait_for_nobody(seconds)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert not left, f"processes left behind: {left}"

@@ -43,11 +43,10 @@ def data_workers(tmp_path_factory):
 def launch(tmp_path):
     started = Launch(tmp_path, TIMEOUT_S)
     yield started
-    left = started.wait_for_nobody(20)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    started.finish()
-    assert not left, f"processes left behind: {left}"
+    try:
+        started.check_nobody_left(20)
+    finally:
+        started.finish()
 
 
 # --- Order ----------------------------------------------------------------------------------------

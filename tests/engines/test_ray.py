@@ -15,25 +15,10 @@ import pytest
 
 from tests.engines import ray_cluster
 from tests.engines.ray_cluster import parent
+from tests.engines.task_scripts import BEAT, SAVE
 from tests.launches import Launch
 from tests.processes import ROOT, is_gone
 
-BEAT = """
-from tfdist.runtime.launch_protocol import Launched, Phase, Progress, note
-progress = Progress(Launched.from_environ().progress_file)
-attempt = os.environ["TFDIST_ATTEMPT"]
-note(os.environ["TFDIST_LOG_DIR"], "met", task=me, attempt=int(attempt))
-def train(seconds):
-    for step in range(int(seconds * 20)):
-        progress.beat(Phase.RUNNING, 0, step + 1, step + 1)
-        time.sleep(0.05)
-"""
-SAVE = """
-def save(*_):
-    print("saved", me, flush=True)
-    sys.exit(42)
-signal.signal(signal.SIGTERM, save)
-"""
 ONCE = """
 print("agent", os.getppid(), flush=True)
 open(f"{me}.{attempt}", "w").close()
@@ -83,11 +68,7 @@ class RayLaunch(Launch):
 def launch(cluster, tmp_path):
     launch = RayLaunch(tmp_path, cluster)
     yield launch
-    left = launch.wait_for_nobody(20.0)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes left behind: {left}"
+    launch.check_nobody_left(20.0)
     assert not cluster.wait_until_idle()
 
 

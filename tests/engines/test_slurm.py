@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -12,28 +11,13 @@ import time
 
 import pytest
 
-from tests.engines import slurm_cluster
+from tests.engines import slurm_cluster, task_scripts
 from tests.engines.slurm_cluster import NODES
+from tests.engines.task_scripts import SAVE
 from tests.launches import PRELUDE, Launch
 from tests.processes import ROOT
 
-BEAT = """
-from tfdist.runtime.launch_protocol import Launched, Phase, Progress, note
-progress = Progress(Launched.from_environ().progress_file)
-attempt = os.environ["TFDIST_ATTEMPT"]
-restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-note(os.environ["TFDIST_LOG_DIR"], "met", task=me, attempt=int(attempt))
-def train(seconds):
-    for step in range(int(seconds * 20)):
-        progress.beat(Phase.RUNNING, 0, step + 1, step + 1)
-        time.sleep(0.05)
-"""
-SAVE = """
-def save(*_):
-    print("saved", me, flush=True)
-    sys.exit(42)
-signal.signal(signal.SIGTERM, save)
-"""
+BEAT = task_scripts.BEAT + 'restart = os.environ.get("SLURM_RESTART_COUNT", "0")\n'
 BOUND_S = 90
 TASKS = ("worker:0", "ps:0")
 
@@ -133,11 +117,7 @@ class SlurmLaunch(Launch):
 def launch(slurm, tmp_path):
     launch = SlurmLaunch(tmp_path, slurm)
     yield launch
-    left = launch.wait_for_nobody(15.0)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes left behind: {left}"
+    launch.check_nobody_left(15.0)
 
 
 def test_tasks_get_nodes_cores_and_gpus_of_an_allocation(launch, slurm):
