@@ -29,7 +29,7 @@ from common.report import (
     row,
     spread,
     table,
-    verdict,
+    verdict_rows,
 )
 from common.workers import ONE_THREAD
 
@@ -149,13 +149,7 @@ def report(results: dict[int, dict], verdicts: list[dict], facts: dict) -> str:
                 lines += row(contender, *cells)
             lines.append("")
     lines += table("2 processes", "bar", "found", "")
-    for each in verdicts:
-        lines += row(
-            each["name"],
-            f"{each['bar']:.3g}",
-            f"{each['found']:.3g}",
-            verdict(each["passed"], True),
-        )
+    lines += verdict_rows(verdicts)
     return "\n".join(lines) + "\n"
 
 

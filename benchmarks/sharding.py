@@ -28,7 +28,7 @@ from common.report import (
     row,
     spread,
     table,
-    verdict,
+    verdict_rows,
 )
 from common.shards import Job, serve
 from common.workers import ONE_THREAD
@@ -202,13 +202,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         ]
         lines += row(way, str(processes), *pairs, spread(entry["seconds"], ".2f"))
     lines += ["", *table("", "bar", "found", "")]
-    for each in verdicts:
-        lines += row(
-            each["name"],
-            f"{each['bar']:.3g}",
-            f"{each['found']:.3g}",
-            verdict(each["passed"], True),
-        )
+    lines += verdict_rows(verdicts)
     return "\n".join(lines) + "\n"
 
 

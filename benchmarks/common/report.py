@@ -69,6 +69,15 @@ def verdict(passed: bool | None, measured: bool) -> str:
     return {None: "" if measured else "not measured", True: "pass", False: "FAIL"}[passed]
 
 
+def verdict_rows(verdicts: list[dict]) -> list[str]:
+    """Return a row for each bar, with the figure that was found."""
+    rows = []
+    for each in verdicts:
+        figures = (f"{each['bar']:.3g}", f"{each['found']:.3g}")
+        rows += row(each["name"], *figures, verdict(each["passed"], True))
+    return rows
+
+
 def _write(directory: pathlib.Path, name: str, text: str, document: dict) -> None:
     """Write a report as text for people, and as figures for programs."""
     directory.mkdir(parents=True, exist_ok=True)
