@@ -67,7 +67,7 @@ def read_token(path: str | None) -> bytes:
     return token
 
 
-def task_secret(token: bytes, launch: str) -> str:
+def derive_task_secret(token: bytes, launch: str) -> str:
     """Return the secret of the tasks of a launch, from which nobody can derive the token.
 
     Args:
@@ -75,7 +75,7 @@ def task_secret(token: bytes, launch: str) -> str:
         launch: Unique name of the launch.
 
     Example:
-        >>> task_secret(b"0123456789abcdef", "launch")[:16]
+        >>> derive_task_secret(b"0123456789abcdef", "launch")[:16]
         'a366803f2334770e'
     """
     return hmac.digest(token, b"tasks " + launch.encode(), hashlib.sha256).hex()

@@ -137,7 +137,9 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             data_workers=_data_addresses(flags.data_workers or 0, cluster),
             chaos=flags.chaos,
             standby=standby,
-            secret=agent.task_secret(shared, "" if flags.cluster else launch) if shared else "",
+            secret=(
+                agent.derive_task_secret(shared, "" if flags.cluster else launch) if shared else ""
+            ),
             stragglers=flags.stragglers,
         )
 
