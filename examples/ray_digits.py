@@ -8,9 +8,12 @@ python examples/ray_digits.py --backup_dir /shared/backup --min_workers 1 --work
 import argparse
 import os
 
-import ray
-import ray.train
-from ray.train.tensorflow import TensorflowTrainer
+try:
+    import ray
+    import ray.train
+    from ray.train.tensorflow import TensorflowTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}; pip install 'tfdist[ray]'") from error
 
 
 def train_worker(config):

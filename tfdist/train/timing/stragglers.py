@@ -35,7 +35,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What counts as a straggler.
+    """Limits beyond which a worker is a straggler.
 
     Attributes:
         share: Share by which a worker's steps take longer than the median of the others'.
