@@ -4,9 +4,14 @@ Keras computes an update by many operations, each of which reads and writes the 
 TensorFlow's training kernels do the same in one pass. They need no compilation, and a step has
 fewer operations to trace.
 
+A kernel also holds the locks of a variable and its slots. Workers that train by themselves on
+parameter servers would otherwise find a momentum without its velocity, and move a weight by
+thousands of steps.
+
 A fused update equals that of Keras up to the rounding of float32. Everything else is left to Keras:
 clipping, weight decay, moving averages, accumulation, loss scaling, variables of other dtypes,
-sparse gradients, optimizers without a kernel, and classes that define `update_step` themselves.
+sparse gradients of SGD without momentum, optimizers without a kernel, and classes that define
+`update_step` themselves.
 """
 
 from __future__ import annotations
@@ -66,14 +71,30 @@ def _fits(gradient: Any, variable: Any) -> bool:
     The kernels compute in the dtype of the variable, where Keras rounds each intermediate result of
     a narrower dtype. They do not broadcast.
     """
+    if not isinstance(variable, tf.Variable) or variable.dtype != tf.float32:
+        return False
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.dtype.is_floating and variable.shape.is_fully_defined()
     return (
         isinstance(gradient, tf.Tensor)
-        and isinstance(variable, tf.Variable)
-        and variable.dtype == tf.float32
         and gradient.dtype.is_floating
         and gradient.shape.is_fully_defined()
         and gradient.shape == variable.shape
     )
+
+
+def _dense(gradient: Any, variable: Any) -> tf.Tensor:
+    """Return a gradient as a dense float32 tensor, on the device of its variable.
+
+    Keras, too, computes on the whole variable if the gradient is sparse and there are slots.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.cast(gradient, tf.float32)
+    with tf.device(variable.device):
+        rows = tf.math.unsorted_segment_sum(
+            tf.cast(gradient.values, tf.float32), gradient.indices, variable.shape[0]
+        )
+        return tf.ensure_shape(rows, variable.shape)
 
 
 def _slots(optimizer: Any, variable: Any, *lists: Sequence[Any]) -> list[Any] | None:
@@ -146,7 +167,7 @@ def _adam(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> b
         beta1=beta_1,
         beta2=beta_2,
         epsilon=epsilon,
-        grad=tf.cast(gradient, tf.float32),
+        grad=_dense(gradient, variable),
         use_locking=True,
     )
     return True
@@ -179,11 +200,12 @@ def _correction(beta_1: Any, beta_2: Any, step: Any) -> tf.Tensor | float:
 
 def _sgd(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
     """Update a variable as SGD does, with momentum or without; return False if no kernel can."""
-    gradient = tf.cast(gradient, tf.float32)
     if optimizer.momentum == 0:
+        if isinstance(gradient, tf.IndexedSlices):  # Keras updates only its rows
+            return False
         (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
         tf.raw_ops.ResourceApplyGradientDescent(
-            var=variable.handle, alpha=rate, delta=gradient, use_locking=True
+            var=variable.handle, alpha=rate, delta=_dense(gradient, variable), use_locking=True
         )
         return True
     slots = _slots(optimizer, variable, optimizer.momentums)
@@ -196,7 +218,7 @@ def _sgd(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bo
         var=variable.handle,
         accum=slots[0],
         lr=rate,
-        grad=gradient,
+        grad=_dense(gradient, variable),
         momentum=momentum,
         use_nesterov=bool(optimizer.nesterov),
         use_locking=True,
@@ -228,7 +250,7 @@ def _rmsprop(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
         rho=rho,
         momentum=momentum,
         epsilon=epsilon,
-        grad=tf.cast(gradient, tf.float32),
+        grad=_dense(gradient, variable),
         use_locking=True,
     )
     return True

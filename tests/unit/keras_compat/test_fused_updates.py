@@ -249,7 +249,38 @@ def test_gradients_of_other_dtypes_are_cast():
     assert_equal(*states)
 
 
-def test_sparse_gradients_and_overwritten_variables_are_left_to_keras():
+def trained_by_rows(optimizer):
+    """Return a table and its slots after some steps of rows, and the kernels in the graph."""
+    table = keras.Variable(np.ones((9, 3)), dtype="float32")
+    optimizer.build([table])
+
+    @tf.function(autograph=False)
+    def step(values, ids):
+        with fused():
+            optimizer.apply([tf.IndexedSlices(values, ids, tf.constant([9, 3]))], [table])
+
+    random = np.random.default_rng(1)
+    for _ in range(STEPS):
+        rows = (
+            tf.constant(random.normal(size=(4, 3)), tf.float32),
+            tf.constant(random.permutation(9)[:4]),
+        )
+        step(*rows)
+    state = [v.numpy() for v in (table, *optimizer.variables)]
+    return state, kernels(step.get_concrete_function(*rows))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_sparse_gradient_is_one_update_for_other_threads(name):
+    """Between operations, another worker of a parameter server finds slots that do not fit."""
+    cls, options, kernel = FUSED[name]
+    state, used = trained_by_rows(made(cls, **options))
+    expected, _ = trained_by_rows(made(of_keras(cls), **options))
+    assert_equal(state, expected)
+    assert used == (set() if name == "sgd" else {kernel})
+
+
+def test_sparse_gradients_and_overwritten_variables_equal_those_of_keras():
     states = []
     for cls in (OPTIMIZERS.Adam, of_keras(OPTIMIZERS.Adam)):
         table = keras.Variable(np.ones((4, 2)), dtype="float32")
