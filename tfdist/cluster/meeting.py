@@ -210,6 +210,7 @@ class TaskServer(socketserver.ThreadingTCPServer):
         self.address_family, sockaddr = resolve_address(task.address)
         self.task = task
         self.pending = PendingConnections(self.at_once)
+        self.silent: set[socket.socket] = set()  # connections without a request yet
         super().__init__(sockaddr, _Handler)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
@@ -231,11 +232,13 @@ class TaskServer(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """See `socketserver.BaseServer`."""
         self.pending.add(request, client_address[0])
+        self.silent.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """See `socketserver.BaseServer`."""
         self.pending.remove(request)
+        self.silent.discard(request)
         super().shutdown_request(request)
 
     def __enter__(self) -> TaskServer:
@@ -244,6 +247,9 @@ class TaskServer(socketserver.ThreadingTCPServer):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+        for connection in list(self.silent):  # closing would wait for their requests
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RD)
         self.server_close()
 
 
@@ -257,6 +263,7 @@ class _Handler(socketserver.BaseRequestHandler):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             limit = time.monotonic() + server.exchange_s
             request = receive(connection, limit, server.line_bytes, server.service)
+            server.silent.discard(connection)
             try:
                 check_signature(request, server.secret)
             except Unsigned:  # tell only that this is another launch

@@ -280,6 +280,7 @@ def test_a_task_of_another_launch_is_absent(other):
     assert "TFDIST_TASK_SECRET" in text or "Connection refused" in text
 
 
+@pytest.mark.timeout(LONG_S - 5)  # closing does not wait for them either
 def test_strangers_that_hold_connections_keep_no_task_out(monkeypatch):
     monkeypatch.setattr(meeting.TaskServer, "at_once", 2)
     monkeypatch.setattr(preflight, "EXCHANGE_S", LONG_S)
