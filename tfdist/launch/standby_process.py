@@ -23,7 +23,7 @@ from typing import Any
 
 from tfdist.launch import script_runner
 
-NICE = 19  # the lowest priority
+NICE = 10  # at 19, beside tasks that use all cores, the imports would take minutes
 COMM = "/proc/self/comm"  # the name that `ps` and `top` show
 OOM_SCORE = "/proc/self/oom_score_adj"
 AUTOGROUP = "/proc/self/autogroup"  # only this weighs sessions against each other, see sched(7)
@@ -109,7 +109,7 @@ def _lower_priority() -> Callable[[], None]:
     """
     undo = [_overwrite(OOM_SCORE, "1000"), _overwrite(COMM, "tfdist-standby")]
     nice = os.nice(0)
-    if _may_return_to(nice):
+    if nice < NICE and _may_return_to(nice):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
         undo.append(lambda: _set_priority_of_all_threads(nice))
     undo.append(_overwrite(AUTOGROUP, str(NICE)))
@@ -122,7 +122,7 @@ def _lower_priority() -> Callable[[], None]:
 
 
 def _may_return_to(nice: int) -> bool:
-    """Return whether a process with the lowest priority may get this one again."""
+    """Return whether a process with the lower priority may get this one again."""
     allowed: list[bool] = []
 
     def probe() -> None:
@@ -142,7 +142,7 @@ def _may_return_to(nice: int) -> bool:
 def _set_priority_of_all_threads(nice: int) -> None:
     """Set the priority of every thread.
 
-    Threads that an import has started have the lowest priority, too.
+    Threads that an import has started have the lower priority, too.
     """
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
