@@ -58,6 +58,9 @@ def logical_devices():
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * 3
         )
+        # A sixth of the time of small models goes into graphs that run a few times only. The graphs
+        # of other tests are optimized.
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 @pytest.fixture(scope="session")
