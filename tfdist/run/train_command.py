@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import runpy
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ Trains what a config file describes. FILE.py defines get_config(), which returns
 tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. --profile is
 short for --config.telemetry.profile.
 
-Keys and their defaults:
+Keys with their defaults, types and allowed values:
 
 """
 _EXIT_CODES: ExitCodes = {
@@ -46,7 +45,9 @@ _EXIT_CODES: ExitCodes = {
 
 
 def _help() -> str:
-    return _DESCRIPTION + textwrap.indent(str(config.default()), "  ")
+    from tfdist.config import reference
+
+    return _DESCRIPTION + reference.text()
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,15 +90,17 @@ def parse(argv: Sequence[str]) -> config.Run:
     path = words.pop(position).partition("=")[2] or (
         words.pop(position) if words[position:] else ""
     )
+    settings = _load(path)
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
+            _make_mappings(settings, key[1])
     values = flags.FlagValues()
     # Unlocked, so that the file need not list all options of a model. The keys are checked before
     # and after.
     config_flags.DEFINE_config_dict(
         "config",
-        _load(path),
+        settings,
         flag_values=values,
         sys_argv=["tfdist train", *words],
         lock_config=False,
@@ -110,6 +113,18 @@ def parse(argv: Sequence[str]) -> config.Run:
     if left:
         raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
     return config.Run.from_dict(values.config.to_dict())
+
+
+def _make_mappings(settings: ConfigDict, key: str) -> None:
+    """Make the mappings that a key of the command line lies in, such as options of a metric."""
+    from ml_collections import ConfigDict
+
+    for name in key.split(".")[:-1]:
+        if not isinstance(settings, ConfigDict):
+            return
+        if name not in settings:
+            settings[name] = ConfigDict()
+        settings = settings[name]
 
 
 def run(settings: config.Run) -> dict[str, Any]:
