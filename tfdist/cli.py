@@ -9,6 +9,7 @@ import tfdist
 from tfdist.runtime.command import Group, Subcommand
 
 COMMANDS = {
+    "new": Subcommand("tfdist.tools.new:main", "write a small project that trains at once"),
     "launch": Subcommand(
         "tfdist.launch.main:main",
         "run a script as a group of processes: workers, chief, evaluator, parameter servers",

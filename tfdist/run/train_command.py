@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.config import user_functions
+from tfdist.config import packaged, user_functions
+from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Trains what a config file describes. FILE.py defines get_config(), which returns
-tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. --profile is
-short for --config.telemetry.profile.
+tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. A name such as
+"digits" that is no file is that of a config of the package. --profile is short for
+--config.telemetry.profile.
 
 Keys with their defaults, types and allowed values:
 
@@ -149,16 +151,17 @@ def run(settings: config.Run) -> dict[str, Any]:
     Raises:
         ValueError: If settings are not compatible with each other, the data or this machine.
     """
-    import keras
-
-    import tfdist
-    from tfdist.run import build, input_pipeline, telemetry_callbacks
-    from tfdist.strategies.factory import is_chief
-
     started = time.monotonic()
-    telemetry_callbacks.check(settings)
     where = settings.strategy
-    strategy = build.make_strategy(where, settings.sync)
+    with startup_lines.hidden():
+        import keras
+
+        import tfdist
+        from tfdist.run import build, input_pipeline, telemetry_callbacks
+        from tfdist.strategies.factory import is_chief
+
+        telemetry_callbacks.check(settings)
+        strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train = input_pipeline.pipeline(settings, "train")
@@ -356,13 +359,9 @@ def _load(path: str) -> ConfigDict:
     from ml_collections import ConfigDict
 
     path, colon, text = path.partition(":")
-    if not os.path.isfile(path):
-        raise ValueError(
-            f"--config={path}: no such file in {os.getcwd()}. Name a Python file that defines "
-            "get_config()."
-        )
+    file = packaged.find(path)
     try:
-        result = runpy.run_path(path)["get_config"](*([text] if colon else []))
+        result = runpy.run_path(file)["get_config"](*([text] if colon else []))
     except Exception as error:
         raise user_functions.failed(f"--config={path}", error) from error
     if not isinstance(result, ConfigDict):
