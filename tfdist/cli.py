@@ -31,6 +31,10 @@ COMMANDS = {
     "data": Subcommand(
         "tfdist.tools.data:main", "list, show and copy data sets; audit a data pipeline"
     ),
+    "check": Subcommand(
+        "tfdist.tools.check.main:main",
+        "say which traps a Keras script has on the way to several replicas, by line",
+    ),
     "doctor": Subcommand(
         "tfdist.tools.doctor.main:main", "check this host, a cluster or a run before it starts"
     ),
