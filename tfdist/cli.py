@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.runtime.command import Group, Subcommand
+from tfdist.runtime.command import Group, Subcommand, refuse
+from tfdist.runtime.completion import script
 
 COMMANDS = {
     "new": Subcommand("tfdist.tools.new:main", "write a small project that trains at once"),
@@ -63,7 +64,8 @@ COMMANDS = {
 
 _GROUP = Group(
     "tfdist",
-    "Distributed training for Keras 3 on TensorFlow. `tfdist --version` prints the version.",
+    "Distributed training for Keras 3 on TensorFlow. `tfdist --version` prints the version,\n"
+    "and `tfdist --completion bash|zsh|fish` a script that completes words in a shell.",
     COMMANDS,
 )
 
@@ -86,5 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
         print("tfdist", tfdist.__version__)
+        return 0
+    if words[:1] == ["--completion"]:
+        try:
+            print(script(" ".join(words[1:]), _GROUP), end="")
+        except ValueError as error:
+            return refuse("tfdist", error)
         return 0
     return _GROUP(words)

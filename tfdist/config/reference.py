@@ -59,6 +59,11 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
         yield name, _summary(kind), _keys(kind, f"{name}.")
 
 
+def flags() -> list[str]:
+    """Return the flags that set keys on the command line, and `--config` itself."""
+    return ["--config", *(f"--config.{key.name}" for _, _, keys in sections() for key in keys)]
+
+
 def text() -> str:
     """Return the reference as text for a terminal."""
     blocks = []

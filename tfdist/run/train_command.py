@@ -52,6 +52,12 @@ def _help() -> str:
     return _DESCRIPTION + reference.text()
 
 
+def _words() -> list[str]:
+    from tfdist.config import reference
+
+    return ["--profile", *reference.flags()]
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Set all words but `--help` apart: `parse` reads them."""
     asks_help = [word in ("-h", "--help") for word in argv]
@@ -386,4 +392,5 @@ main = Command(
     run=_train,
     split=_split,
     handles_signals=True,
+    more_words=_words,
 )
