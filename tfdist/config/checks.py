@@ -33,9 +33,15 @@ def one_of(choices: tuple[str, ...], default: str | None) -> Any:
     return dataclasses.field(default=default, metadata={"one of": choices})
 
 
-def named(names: tuple[str, ...], default: str) -> Any:
-    """Return a dataclass field whose value is one of `names`, or names a user's function."""
-    return dataclasses.field(default=default, metadata={"named": names})
+def named(names: tuple[str, ...], default: str, loose: bool = False) -> Any:
+    """Return a dataclass field whose value is one of `names`, or names a user's function.
+
+    Args:
+        names: Allowed names.
+        default: Default value.
+        loose: Whether case and underscores do not count, default False.
+    """
+    return dataclasses.field(default=default, metadata={"named": names, "loose": loose})
 
 
 def step_range(name: str, text: str) -> tuple[int, int]:
@@ -147,12 +153,12 @@ def check(section: Any, path: str) -> None:
         if "one of" in rule and value is not None and value not in rule["one of"]:
             raise ValueError(not_one_of(key, value, rule["one of"]))
         if "named" in rule:
-            check_name(key, value, rule["named"])
+            check_name(key, value, rule["named"], rule["loose"])
 
 
-def check_name(key: str, value: str, names: tuple[str, ...]) -> None:
+def check_name(key: str, value: str, names: tuple[str, ...], loose: bool) -> None:
     """Raise ValueError unless a value is one of some names, or names a user's function."""
-    if ":" not in value and not known(value, names):
+    if ":" not in value and not (known(value, names) if loose else value in names):
         raise ValueError(
             not_one_of(key, value, names, "name a function of yours, FILE.py:FUNCTION")
         )

@@ -35,7 +35,7 @@ def check_options(schedule: str, options: Mapping[str, Any], epochs: int) -> Non
     """
     if ":" in schedule:
         return
-    allowed = SCHEDULES[schedule.lower()]
+    allowed = SCHEDULES[schedule]
     for name, value in options.items():
         if name not in allowed:
             remedy = nearest(name, allowed) if allowed else "It has none."

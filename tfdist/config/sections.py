@@ -179,7 +179,7 @@ class Train:
     """
 
     epochs: int = at_least(1, 8)
-    optimizer: str = named(OPTIMIZERS, "adam")
+    optimizer: str = named(OPTIMIZERS, "adam", loose=True)
     optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     learning_rate: float = above(0, 1e-3)
     schedule: str = named(tuple(SCHEDULES), "constant")
@@ -187,7 +187,7 @@ class Train:
     warmup_epochs: float = at_least(0, 0.0)
     weight_decay: float | None = None
     ema: float | None = None
-    loss: str = named(LOSSES, "sparse_categorical_crossentropy")
+    loss: str = named(LOSSES, "sparse_categorical_crossentropy", loose=True)
     loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metrics: str = "accuracy"
     metric_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -233,17 +233,18 @@ class Train:
         """
         words = tuple(word.strip() for word in self.metrics.split(",") if word.strip())
         for word in words:
-            check_name("train.metrics", word, METRICS)
+            check_name("train.metrics", word, METRICS, loose=True)
         for name, options in self.metric_options.items():
             key = f"train.metric_options.{name}"
             if name not in words:
                 raise ValueError(
                     f"{key}: {name} is not in train.metrics, which are {self.metrics!r}."
                 )
-            if name in BY_LOSS:
+            if name.lower() in BY_LOSS:
                 raise ValueError(
                     f"{key}: expected the full name of a metric, such as "
-                    f"sparse_categorical_{name}; received {name!r}, whose kind the loss chooses."
+                    f"sparse_categorical_{name.lower()}; received {name!r}, whose kind the loss "
+                    "chooses."
                 )
             if not isinstance(options, Mapping):
                 raise ValueError(f"{key}: expected a mapping of options, received {options!r}.")

@@ -132,8 +132,8 @@ def metrics(settings: config.Train) -> list[str | Callable | keras.metrics.Metri
         ValueError: If a metric does not take an option.
     """
     return [
-        name
-        if name in BY_LOSS
+        name.lower()
+        if name.lower() in BY_LOSS
         else _instance(
             "train.metrics",
             name,

@@ -39,6 +39,8 @@ from tfdist.run.train_command import find_directory, parse
             {"strategy": {"name": "miror"}},
             "strategy.name: received 'miror'. Did you mean mirrored? Allowed: auto, ",
         ),
+        ({"train": {"schedule": "Cosine"}}, "train.schedule: received 'Cosine'. Did you mean cos"),
+        ({"model": {"name": "CNN"}}, "model.name: received 'CNN'. Expected one of cnn, mlp"),
         ({"model": {"name": "cnm"}}, "model.name: received 'cnm'. Did you mean cnn?"),
         ({"train": {"loss": "msee"}}, "train.loss: received 'msee'. Did you mean mse?"),
         ({"train": {"metrics": "accuracy,auk"}}, "train.metrics: received 'auk'. Did you mean auc"),
