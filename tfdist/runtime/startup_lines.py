@@ -57,8 +57,11 @@ def hidden() -> Iterator[None]:
     reading, writing = os.pipe()
     copier = os.fork()
     if not copier:
-        os.close(writing)
-        _copy(reading, before)
+        try:
+            os.close(writing)
+            _copy(reading, before)
+        finally:
+            _exit(0)
     os.close(reading)
     os.dup2(writing, 2)
     os.close(writing)
@@ -77,7 +80,7 @@ def hidden() -> Iterator[None]:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy a pipe's lines, but not those of TensorFlow's start, and end the process."""
+    """Copy a pipe's lines, but not those of TensorFlow's start, until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     unfinished = b""
@@ -87,4 +90,3 @@ def _copy(source: int, target: int) -> None:
             kept = [line + b"\n" for line in lines if not is_chatter(line.decode(errors="replace"))]
             os.write(target, b"".join(kept))
         os.write(target, unfinished)
-    _exit(0)

@@ -19,7 +19,7 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.runtime.startup_lines import hidden
 
 if TYPE_CHECKING:
-    from tfdist.data.sources.catalog import Catalog, Entry
+    from tfdist.data.sources.catalog import Entry
     from tfdist.data.sources.source import Source
 
 CATALOG = "configs/datasets.yaml"
@@ -101,10 +101,10 @@ def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
 
     from tfdist.data.sources.catalog import Catalog, resolve
 
-    catalog: Catalog | None = None
-    if flags.catalog or os.path.exists(_catalog()):
-        catalog = Catalog.load(flags.catalog or _catalog())
-    entry = catalog.entries.get(flags.name) if catalog else None
+    found = Catalog.load(flags.catalog or _catalog())
+    entry = found.entries.get(flags.name)
+    # A name that the packaged catalog lacks is one of TFDS.
+    catalog = found if entry or flags.catalog or os.path.exists(CATALOG) else None
     split = flags.split or (next(iter(entry.splits)) if entry else "train")
     try:
         return resolve(flags.name, split, flags.data_dir, catalog), entry
