@@ -70,9 +70,16 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["tfdist", "tfdist.*"]),
+    # The configs of the repository are a part of the package: `tfdist train --config=digits`.
+    packages=[*find_packages(include=["tfdist", "tfdist.*"]), "tfdist.configs"],
+    package_dir={"tfdist.configs": "configs"},
     ext_modules=[TRANSPORT],
-    package_data={"tfdist": ["py.typed"], "tfdist.tools.report": ["templates/*"]},
+    package_data={
+        "tfdist": ["py.typed"],
+        "tfdist.configs": ["*.yaml", "clusters/*.yaml"],
+        "tfdist.tools": ["templates/*/*"],
+        "tfdist.tools.report": ["templates/*"],
+    },
     install_requires=[
         "absl-py>=2.1",  # flags and app.run of the per-worker scripts
         # TFDS imports it when it prepares a data set, but declares it for Python < 3.9 only.

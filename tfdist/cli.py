@@ -6,9 +6,11 @@ import sys
 from collections.abc import Sequence
 
 import tfdist
-from tfdist.runtime.command import Group, Subcommand
+from tfdist.runtime.command import Group, Subcommand, refuse
+from tfdist.runtime.completion import script
 
 COMMANDS = {
+    "new": Subcommand("tfdist.tools.new:main", "write a small project that trains at once"),
     "launch": Subcommand(
         "tfdist.launch.main:main",
         "run a script as a group of processes: workers, chief, evaluator, parameter servers",
@@ -29,6 +31,10 @@ COMMANDS = {
     ),
     "data": Subcommand(
         "tfdist.tools.data:main", "list, show and copy data sets; audit a data pipeline"
+    ),
+    "check": Subcommand(
+        "tfdist.tools.check.main:main",
+        "say which traps a Keras script has on the way to several replicas, by line",
     ),
     "doctor": Subcommand(
         "tfdist.tools.doctor.main:main", "check this host, a cluster or a run before it starts"
@@ -58,7 +64,8 @@ COMMANDS = {
 
 _GROUP = Group(
     "tfdist",
-    "Distributed training for Keras 3 on TensorFlow. `tfdist --version` prints the version.",
+    "Distributed training for Keras 3 on TensorFlow. `tfdist --version` prints the version,\n"
+    "and `tfdist --completion bash|zsh|fish` a script that completes words in a shell.",
     COMMANDS,
 )
 
@@ -81,5 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
         print("tfdist", tfdist.__version__)
+        return 0
+    if words[:1] == ["--completion"]:
+        try:
+            print(script(" ".join(words[1:]), _GROUP), end="")
+        except ValueError as error:
+            return refuse("tfdist", error)
         return 0
     return _GROUP(words)

@@ -142,5 +142,5 @@ def test_config_that_cannot_be_built_is_named(tmp_path, digits_dir):
             [PYTHON, "-m", "tfdist", "plan", *words(digits_dir, "cpu", "--config.model.name=mpl")],
         )
         assert process.wait(TIMEOUT_S) == 78, members.logs()
-        assert "model 'mpl': no such model. Did you mean mlp?" in members.log("plan")
+        assert "model.name: received 'mpl'. Did you mean mlp?" in members.log("plan")
         assert "Traceback" not in members.log("plan")

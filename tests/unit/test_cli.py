@@ -38,6 +38,8 @@ def workplace(tmp_path, monkeypatch):
         ["data", "--help"],
         ["chaos", "report", "--help"],
         ["doctor", "--help"],
+        ["new", "--help"],
+        ["check", "--help"],
         ["--version"],
     ],
 )

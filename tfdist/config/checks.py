@@ -10,10 +10,17 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist.config.keras_names import known
+
 
 def at_least(least: int, default: Any) -> Any:
     """Return a dataclass field whose value must be `least` or more."""
     return dataclasses.field(default=default, metadata={"at least": least})
+
+
+def between(least: int, most: int, default: Any) -> Any:
+    """Return a dataclass field whose value must be from `least` to `most`."""
+    return dataclasses.field(default=default, metadata={"at least": least, "at most": most})
 
 
 def above(bound: float, default: float) -> Any:
@@ -21,9 +28,20 @@ def above(bound: float, default: float) -> Any:
     return dataclasses.field(default=default, metadata={"above": bound})
 
 
-def one_of(choices: tuple[str, ...], default: str) -> Any:
+def one_of(choices: tuple[str, ...], default: str | None) -> Any:
     """Return a dataclass field whose value must be one of `choices`."""
     return dataclasses.field(default=default, metadata={"one of": choices})
+
+
+def named(names: tuple[str, ...], default: str, loose: bool = False) -> Any:
+    """Return a dataclass field whose value is one of `names`, or names a user's function.
+
+    Args:
+        names: Allowed names.
+        default: Default value.
+        loose: Whether case and underscores do not count, default False.
+    """
+    return dataclasses.field(default=default, metadata={"named": names, "loose": loose})
 
 
 def step_range(name: str, text: str) -> tuple[int, int]:
@@ -68,6 +86,25 @@ def nearest(name: str, names: typing.Iterable[str], prefix: str = "") -> str:
     )
 
 
+def not_one_of(key: str, value: str, names: typing.Collection[str], more: str = "") -> str:
+    """Return the error message for a value that is not one of the allowed names.
+
+    Args:
+        key: Key of the setting.
+        value: Value that was received.
+        names: Allowed names.
+        more: Remedy besides these names, such as "name a function".
+
+    Example:
+        >>> not_one_of("data.tail", "padd", ["partial", "pad", "drop"])
+        "data.tail: received 'padd'. Did you mean pad? Allowed: drop, pad, partial."
+    """
+    suggestion = nearest(value, names)
+    if suggestion.startswith("Did"):
+        suggestion += f" Allowed: {', '.join(sorted(names))}."
+    return f"{key}: received {value!r}. {suggestion}" + (f" Or {more}." if more else "")
+
+
 def hint(kind: Any, name: str, path: str) -> Any:
     """Return the type of a key.
 
@@ -104,12 +141,27 @@ def check(section: Any, path: str) -> None:
         value = _typed(key, getattr(section, field.name), hints[field.name])
         object.__setattr__(section, field.name, value)
         rule = field.metadata
+        if "at most" in rule and not rule["at least"] <= value <= rule["at most"]:
+            raise ValueError(
+                f"{key}: expected a number from {rule['at least']} to {rule['at most']}, received "
+                f"{value!r}."
+            )
         if "at least" in rule and value < rule["at least"]:
             raise ValueError(f"{key}: expected at least {rule['at least']}, received {value!r}.")
         if "above" in rule and not value > rule["above"]:
             raise ValueError(f"{key}: expected a number above {rule['above']}, received {value!r}.")
-        if "one of" in rule and value not in rule["one of"]:
-            raise ValueError(f"{key}: received {value!r}. {nearest(value, rule['one of'])}")
+        if "one of" in rule and value is not None and value not in rule["one of"]:
+            raise ValueError(not_one_of(key, value, rule["one of"]))
+        if "named" in rule:
+            check_name(key, value, rule["named"], rule["loose"])
+
+
+def check_name(key: str, value: str, names: tuple[str, ...], loose: bool) -> None:
+    """Raise ValueError unless a value is one of some names, or names a user's function."""
+    if ":" not in value and not (known(value, names) if loose else value in names):
+        raise ValueError(
+            not_one_of(key, value, names, "name a function of yours, FILE.py:FUNCTION")
+        )
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:

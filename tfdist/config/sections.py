@@ -8,14 +8,45 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tfdist.config.checks import above, at_least, check, hint, nearest, one_of, step_range
+from tfdist.config.checks import (
+    above,
+    at_least,
+    between,
+    check,
+    check_name,
+    hint,
+    named,
+    not_one_of,
+    one_of,
+    step_range,
+)
+from tfdist.config.keras_names import BY_LOSS, LOSSES, METRICS, OPTIMIZERS
+from tfdist.config.schedules import SCHEDULES, check_options
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 
+# Options of optimizers that are keys of their own.
+KEYS_OF_OPTIONS = {
+    "learning_rate": "train.learning_rate",
+    "weight_decay": "train.weight_decay",
+    "use_ema": "train.ema",
+    "ema_momentum": "train.ema",
+    "gradient_accumulation_steps": "sync.accumulate",
+}
 LAUNCH = "launch"  # section of `tfdist launch` and `tfdist submit`, which a run does not read
 BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
+MODELS = ("mlp", "cnn", "resnet", "transformer")
+STRATEGIES = (
+    "auto",
+    "one_device",
+    "mirrored",
+    "central_storage",
+    "multi_worker_mirrored",
+    "parameter_server",
+    "tpu",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +66,7 @@ class Strategy:
         reading: Reader of the data under parameter_server: "workers", "coordinator" or "auto".
     """
 
-    name: str = "auto"
+    name: str = one_of(STRATEGIES, "auto")
     cluster: str | None = None
     task: str | None = None
     devices: str | None = None
@@ -104,7 +135,7 @@ class Model:
             data.
     """
 
-    name: str = "cnn"
+    name: str = named(MODELS, "cnn")
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,14 +144,34 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Training: epochs, optimizer, precision and seed.
+    """Training: epochs, optimizer, learning rate, loss, metrics, precision and seed.
 
     Attributes:
         epochs: Number of passes over the training split.
-        optimizer: Keras optimizer, such as "adam".
-        learning_rate: Learning rate at the beginning.
-        schedule: Schedule of the learning rate: "constant", or "cosine", which decays it to 0 along
-            half a cosine until the last step.
+        optimizer: Keras optimizer; or FILE.py:FUNCTION, called with learning_rate and the options,
+            which returns a `keras.optimizers.Optimizer`.
+        optimizer_options: Options of the optimizer, such as {"momentum": 0.9}.
+        learning_rate: Learning rate; with a schedule, that of its beginning, after the warm-up.
+        schedule: Schedule of the learning rate. "cosine" and "polynomial" decay it until the last
+            step, "steps" multiplies it after some epochs; or FILE.py:FUNCTION, called with
+            learning_rate, the number of updates after the warm-up, and the options, which returns a
+            Keras learning-rate schedule.
+        schedule_options: Options of the schedule. "cosine": final, the share of the rate at the end
+            (0). "polynomial": final, and power (1). "steps": epochs, after which the rate is
+            multiplied by factor (0.1), one number for all or one for each.
+        warmup_epochs: Number of first epochs in which the learning rate grows from 0, in a line;
+            may be a fraction.
+        weight_decay: Share of each weight that the optimizer takes away in an update, multiplied by
+            the learning rate; None: the optimizer's default.
+        ema: Momentum of an exponential moving average of the weights, such as 0.999, which replaces
+            the weights at the end of training; None: no average.
+        loss: Keras loss; or FILE.py:FUNCTION, a function loss(y_true, y_pred) or a subclass of
+            `keras.losses.Loss`.
+        loss_options: Options of the loss, such as {"from_logits": True}.
+        metrics: Keras metrics, as words with commas; FILE.py:FUNCTION may be one, a function
+            metric(y_true, y_pred) or a subclass of `keras.metrics.Metric`. Empty: none.
+        metric_options: Options of the metrics, by their names, such as
+            {"sparse_top_k_categorical_accuracy": {"k": 5}}.
         precision: Keras' dtype policy.
         steps_per_execution: Number of steps per call of the train function. Logs and callbacks are
             updated every so many steps.
@@ -128,15 +179,76 @@ class Train:
     """
 
     epochs: int = at_least(1, 8)
-    optimizer: str = "adam"
+    optimizer: str = named(OPTIMIZERS, "adam", loose=True)
+    optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     learning_rate: float = above(0, 1e-3)
-    schedule: str = one_of(("constant", "cosine"), "constant")
+    schedule: str = named(tuple(SCHEDULES), "constant")
+    schedule_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    warmup_epochs: float = at_least(0, 0.0)
+    weight_decay: float | None = None
+    ema: float | None = None
+    loss: str = named(LOSSES, "sparse_categorical_crossentropy", loose=True)
+    loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: str = "accuracy"
+    metric_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     precision: str = one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
     steps_per_execution: int = at_least(1, 1)
     seed: int = at_least(0, 0)
 
     def __post_init__(self) -> None:
         check(self, "train")
+        check_options(self.schedule, self.schedule_options, self.epochs)
+        if not 0 <= self.warmup_epochs < self.epochs:
+            raise ValueError(
+                f"train.warmup_epochs: expected less than train.epochs, which are {self.epochs}; "
+                f"received {self.warmup_epochs:g}."
+            )
+        if self.weight_decay is not None and not self.weight_decay >= 0:
+            raise ValueError(
+                f"train.weight_decay: expected at least 0, received {self.weight_decay!r}."
+            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(
+                f"train.ema: expected a momentum between 0 and 1, such as 0.999; received "
+                f"{self.ema!r}."
+            )
+        for name in self.optimizer_options:
+            if key := KEYS_OF_OPTIONS.get(name):
+                raise ValueError(
+                    f"train.optimizer_options.{name}: expected this as the key {key}, which says "
+                    "the same."
+                )
+        self.metric_names()
+
+    def metric_names(self) -> tuple[str, ...]:
+        """Return the names in `metrics`.
+
+        Raises:
+            ValueError: If a word is not a Keras metric or a function, or a metric with options is
+                not listed.
+
+        Example:
+            >>> Train(metrics="accuracy, auc").metric_names()
+            ('accuracy', 'auc')
+        """
+        words = tuple(word.strip() for word in self.metrics.split(",") if word.strip())
+        for word in words:
+            check_name("train.metrics", word, METRICS, loose=True)
+        for name, options in self.metric_options.items():
+            key = f"train.metric_options.{name}"
+            if name not in words:
+                raise ValueError(
+                    f"{key}: {name} is not in train.metrics, which are {self.metrics!r}."
+                )
+            if name.lower() in BY_LOSS:
+                raise ValueError(
+                    f"{key}: expected the full name of a metric, such as "
+                    f"sparse_categorical_{name.lower()}; received {name!r}, whose kind the loss "
+                    "chooses."
+                )
+            if not isinstance(options, Mapping):
+                raise ValueError(f"{key}: expected a mapping of options, received {options!r}.")
+        return words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +275,7 @@ class Sync:
 
     kind: str = one_of(("gradients", "local_sgd", "diloco"), "gradients")
     combine: str = one_of(("mean", "replicas", "sum"), "mean")
-    comm_dtype: str | None = None
+    comm_dtype: str | None = one_of(("bfloat16", "float16"), None)
     bucket_bytes: int = at_least(1, 4 << 20)
     clip_norm: float | None = None
     accumulate: int = at_least(1, 1)
@@ -201,12 +313,10 @@ class Parallel:
             `tfdist.parallel.fsdp`.
     """
 
-    zero: int = at_least(0, 0)
+    zero: int = between(0, 3, 0)
 
     def __post_init__(self) -> None:
         check(self, "parallel")
-        if self.zero > 3:
-            raise ValueError(f"parallel.zero: expected 0, 1, 2 or 3, received {self.zero}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,9 +383,7 @@ class Telemetry:
         words = tuple(word.strip() for word in self.backends.split(",") if word.strip())
         for word in words:
             if word not in BACKENDS:
-                raise ValueError(
-                    f"telemetry.backends: received {word!r}. {nearest(word, BACKENDS)}"
-                )
+                raise ValueError(not_one_of("telemetry.backends", word, BACKENDS))
         return words
 
 
@@ -372,7 +480,7 @@ def default() -> ConfigDict:
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError unless a dotted key is one of a Run, or an option of its model.
+    """Raise ValueError unless a dotted key is one of a Run, or an option in a mapping of it.
 
     Example:
         >>> check_key("train.epochs"), check_key("model.options.dropout")

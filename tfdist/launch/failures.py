@@ -14,8 +14,9 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 
-from tfdist.launch.terminal_text import is_chatter, printable
+from tfdist.launch.terminal_text import printable
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
+from tfdist.runtime.startup_lines import is_chatter
 
 _LOST_PEERS = re.compile(
     r"PeersAbsent|UnavailableError|AbortedError|CancelledError|DeadlineExceededError"

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import IO, TextIO
 
-from tfdist.launch.terminal_text import Line, clip, is_chatter, paint, printable
+from tfdist.launch.terminal_text import Line, clip, paint, printable
 from tfdist.runtime.launch_protocol import private
+from tfdist.runtime.startup_lines import is_chatter
 
 # Interval at which an unfinished line is written as a line where it cannot be redrawn.
 SNAPSHOT_S = 10.0

@@ -21,12 +21,6 @@ _CONTROL = re.compile(
     r"|\x1b[ -/]*[0-~]?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-# The format of glog. 303: libcuda is a stub, so there is no GPU driver, which is not an error on a
-# CPU machine.
-_CHATTER = re.compile(
-    r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: All log messages before absl::InitializeLog"
-    r"|E\d{4} .*failed call to cuInit.*\(303\)"
-)
 
 
 class Line:
@@ -88,18 +82,6 @@ def printable(text: str, colour: bool) -> str:
     text = _CONTROL.sub(lambda found: (colour and found["colour"]) or "", text)
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text + "\x1b[0m" if "\x1b" in text and not text.endswith("\x1b[0m") else text
-
-
-def is_chatter(line: str) -> bool:
-    """Return whether a line is informational only.
-
-    TF_CPP_MIN_LOG_LEVEL does not affect the lines of TensorFlow's first moments.
-
-    Example:
-        >>> is_chatter("I0000 00:00:1700000000.1 77 port.cc:153] oneDNN is on."), is_chatter("I am")
-        (True, False)
-    """
-    return _CHATTER.match(line) is not None
 
 
 def clip(line: str, width: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdist import config, sync
 
@@ -86,7 +86,7 @@ def make_model(
     import keras
 
     from tfdist import models, parallel
-    from tfdist.run import input_pipeline
+    from tfdist.run import compilation, input_pipeline
 
     keras.utils.set_random_seed(settings.train.seed)
     keras.config.set_dtype_policy(settings.train.precision)
@@ -105,53 +105,15 @@ def make_model(
                 "tfdist.parallel.zero(optimizer) where you compile it."
             )
         if not model.compiled:
-            optimizer = _optimizer(settings.train, train, settings.sync.accumulate)
+            optimizer = compilation.optimizer(settings.train, train, settings.sync.accumulate)
             if settings.parallel.zero == 3:
                 parallel.fsdp(model)
             elif settings.parallel.zero:
                 optimizer = parallel.zero(optimizer, settings.parallel.zero)
             model.compile(
                 optimizer=optimizer,
-                loss="sparse_categorical_crossentropy",
-                metrics=["accuracy"],
+                loss=compilation.loss(settings.train),
+                metrics=compilation.metrics(settings.train),
                 steps_per_execution=settings.train.steps_per_execution,
             )
     return model
-
-
-def _optimizer(
-    settings: config.Train, train: tf.data.Dataset, accumulate: int
-) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a run.
-
-    Args:
-        settings: Section `train` of the run.
-        train: Training batches.
-        accumulate: Number of steps for one call of the optimizer. Schedules count these calls.
-    """
-    import keras
-
-    kinds = {
-        name.lower(): kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type)
-        and issubclass(kind, keras.optimizers.Optimizer)
-        and name != "Optimizer"
-    }
-    kind = kinds.get(settings.optimizer.lower())
-    if kind is None:
-        raise ValueError(
-            f"train.optimizer: received {settings.optimizer!r}. "
-            f"{config.nearest(settings.optimizer, kinds)}"
-        )
-    rate: Any = settings.learning_rate
-    if settings.schedule == "cosine":
-        steps = int(train.cardinality())
-        if steps < 0:
-            raise ValueError(
-                "train.schedule: 'cosine' needs a data set of known length. Choose 'constant'."
-            )
-        rate = keras.optimizers.schedules.CosineDecay(
-            rate, max(1, steps * settings.epochs // accumulate)
-        )
-    return kind(learning_rate=rate)

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import runpy
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.config import user_functions
+from tfdist.config import packaged, user_functions
+from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Trains what a config file describes. FILE.py defines get_config(), which returns
-tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. --profile is
-short for --config.telemetry.profile.
+tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. A name such as
+"digits" that is no file is that of a config of the package. --profile is short for
+--config.telemetry.profile.
 
-Keys and their defaults:
+Keys with their defaults, types and allowed values:
 
 """
 _EXIT_CODES: ExitCodes = {
@@ -46,7 +47,15 @@ _EXIT_CODES: ExitCodes = {
 
 
 def _help() -> str:
-    return _DESCRIPTION + textwrap.indent(str(config.default()), "  ")
+    from tfdist.config import reference
+
+    return _DESCRIPTION + reference.text()
+
+
+def _words() -> list[str]:
+    from tfdist.config import reference
+
+    return ["--profile", *reference.flags()]
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,15 +98,17 @@ def parse(argv: Sequence[str]) -> config.Run:
     path = words.pop(position).partition("=")[2] or (
         words.pop(position) if words[position:] else ""
     )
+    settings = _load(path)
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
+            _make_mappings(settings, key[1])
     values = flags.FlagValues()
     # Unlocked, so that the file need not list all options of a model. The keys are checked before
     # and after.
     config_flags.DEFINE_config_dict(
         "config",
-        _load(path),
+        settings,
         flag_values=values,
         sys_argv=["tfdist train", *words],
         lock_config=False,
@@ -110,6 +121,18 @@ def parse(argv: Sequence[str]) -> config.Run:
     if left:
         raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
     return config.Run.from_dict(values.config.to_dict())
+
+
+def _make_mappings(settings: ConfigDict, key: str) -> None:
+    """Make the mappings that a key of the command line lies in, such as options of a metric."""
+    from ml_collections import ConfigDict
+
+    for name in key.split(".")[:-1]:
+        if not isinstance(settings, ConfigDict):
+            return
+        if name not in settings:
+            settings[name] = ConfigDict()
+        settings = settings[name]
 
 
 def run(settings: config.Run) -> dict[str, Any]:
@@ -134,16 +157,17 @@ def run(settings: config.Run) -> dict[str, Any]:
     Raises:
         ValueError: If settings are not compatible with each other, the data or this machine.
     """
-    import keras
-
-    import tfdist
-    from tfdist.run import build, input_pipeline, telemetry_callbacks
-    from tfdist.strategies.factory import is_chief
-
     started = time.monotonic()
-    telemetry_callbacks.check(settings)
     where = settings.strategy
-    strategy = build.make_strategy(where, settings.sync)
+    with startup_lines.hidden():
+        import keras
+
+        import tfdist
+        from tfdist.run import build, input_pipeline, telemetry_callbacks
+        from tfdist.strategies.factory import is_chief
+
+        telemetry_callbacks.check(settings)
+        strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
     train = input_pipeline.pipeline(settings, "train")
@@ -341,13 +365,9 @@ def _load(path: str) -> ConfigDict:
     from ml_collections import ConfigDict
 
     path, colon, text = path.partition(":")
-    if not os.path.isfile(path):
-        raise ValueError(
-            f"--config={path}: no such file in {os.getcwd()}. Name a Python file that defines "
-            "get_config()."
-        )
+    file = packaged.find(path)
     try:
-        result = runpy.run_path(path)["get_config"](*([text] if colon else []))
+        result = runpy.run_path(file)["get_config"](*([text] if colon else []))
     except Exception as error:
         raise user_functions.failed(f"--config={path}", error) from error
     if not isinstance(result, ConfigDict):
@@ -372,4 +392,5 @@ main = Command(
     run=_train,
     split=_split,
     handles_signals=True,
+    more_words=_words,
 )

@@ -102,6 +102,7 @@ class Command:
         takes_config: Whether the command takes `--config` and `--config.KEY=VALUE`, which `run`
             then gets as the other words; default False.
         handles_signals: Whether `run` itself takes care of signals, including Ctrl-C.
+        more_words: Words that the command takes besides its flags, for the completion of a shell.
         defaults: Finds defaults of the flags, given the parser, its words and the other words;
             default: there are none.
 
@@ -127,6 +128,7 @@ class Command:
     others: str = ""
     takes_config: bool = False
     handles_signals: bool = False
+    more_words: Callable[[], Sequence[str]] = lambda: ()
     defaults: Callable[[Parser, Sequence[str], Sequence[str]], Defaults] = (
         lambda parser, own, words: Defaults()
     )

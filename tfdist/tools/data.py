@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
+from tfdist.config import packaged
 from tfdist.runtime.cli_arguments import byte_count, whole
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, ExitCodes, Group, Subcommand
 from tfdist.runtime.formatting import aligned, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
+from tfdist.runtime.startup_lines import hidden
 
 if TYPE_CHECKING:
-    from tfdist.data.sources.catalog import Catalog, Entry
+    from tfdist.data.sources.catalog import Entry
     from tfdist.data.sources.source import Source
 
 CATALOG = "configs/datasets.yaml"
@@ -63,7 +65,7 @@ _EXIT_CODES: ExitCodes = {
 def _list(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.sources.catalog import Catalog
 
-    catalog = Catalog.load(flags.catalog or CATALOG)
+    catalog = Catalog.load(flags.catalog or _catalog())
     rows = [("name", "kind", "splits", "location", "license")]
     for entry in catalog.entries.values():
         state = _state(entry, flags.data_dir)
@@ -99,10 +101,10 @@ def _source(flags: argparse.Namespace) -> tuple[Source, Entry | None]:
 
     from tfdist.data.sources.catalog import Catalog, resolve
 
-    catalog: Catalog | None = None
-    if flags.catalog or os.path.exists(CATALOG):
-        catalog = Catalog.load(flags.catalog or CATALOG)
-    entry = catalog.entries.get(flags.name) if catalog else None
+    found = Catalog.load(flags.catalog or _catalog())
+    entry = found.entries.get(flags.name)
+    # A name that the packaged catalog lacks is one of TFDS.
+    catalog = found if entry or flags.catalog or os.path.exists(CATALOG) else None
     split = flags.split or (next(iter(entry.splits)) if entry else "train")
     try:
         return resolve(flags.name, split, flags.data_dir, catalog), entry
@@ -153,9 +155,13 @@ def _head(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def _write(flags: argparse.Namespace, words: list[str]) -> int:
-    from tfdist.data.writing.writer import verify, write
+    with hidden():  # not the meter, which asks whether it is on a terminal
+        import tensorflow as tf
 
-    source, _ = _source(flags)
+        from tfdist.data.writing.writer import verify, write
+
+        tf.config.list_physical_devices()
+        source, _ = _source(flags)
     compression = None if flags.compression == "none" else flags.compression
     meter = _Meter(sys.stderr)
     try:
@@ -216,8 +222,15 @@ class _Meter:
             print(f"\r{'':60}\r", end="", file=self._stream, flush=True)
 
 
+def _catalog() -> str:
+    """Return the catalog of this directory, or that of the package."""
+    return CATALOG if os.path.exists(CATALOG) else str(packaged.directory() / "datasets.yaml")
+
+
 def _add_catalog(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, if it exists)")
+    parser.add_argument(
+        "--catalog", metavar="FILE", help=f"the catalog ({CATALOG}, else the packaged one)"
+    )
     parser.add_argument(
         "--data-dir", metavar="DIR", help="directory of the prepared TFDS data sets (that of TFDS)"
     )
@@ -295,8 +308,20 @@ def _command(
     return Command(f"tfdist data {name}", description, _EXIT_CODES, run, add_flags)
 
 
-list_command = _command("list", _list, _add_catalog)
-show_command = _command("show", _show, _add_show)
-head_command = _command("head", _head, _add_head)
+def _quietly(
+    run: Callable[[argparse.Namespace, list[str]], int],
+) -> Callable[[argparse.Namespace, list[str]], int]:
+    """Return a function that runs without the lines of TensorFlow's start."""
+
+    def quiet_run(flags: argparse.Namespace, words: list[str]) -> int:
+        with hidden():
+            return run(flags, words)
+
+    return quiet_run
+
+
+list_command = _command("list", _quietly(_list), _add_catalog)
+show_command = _command("show", _quietly(_show), _add_show)
+head_command = _command("head", _quietly(_head), _add_head)
 write_command = _command("write", _write, _add_write)
 main = Group("tfdist data", _DESCRIPTION, COMMANDS, _EXIT_CODES)

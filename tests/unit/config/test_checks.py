@@ -31,6 +31,63 @@ from tfdist.run.train_command import find_directory, parse
             {"strategy": {"reading": "worker"}},
             "strategy.reading: received 'worker'. Did you mean workers?",
         ),
+        (
+            {"train": {"optimizer": "adamm"}},
+            "train.optimizer: received 'adamm'. Did you mean adam? Allowed: adadelta, ",
+        ),
+        (
+            {"strategy": {"name": "miror"}},
+            "strategy.name: received 'miror'. Did you mean mirrored? Allowed: auto, ",
+        ),
+        ({"train": {"schedule": "Cosine"}}, "train.schedule: received 'Cosine'. Did you mean cos"),
+        ({"model": {"name": "CNN"}}, "model.name: received 'CNN'. Expected one of cnn, mlp"),
+        ({"model": {"name": "cnm"}}, "model.name: received 'cnm'. Did you mean cnn?"),
+        ({"train": {"loss": "msee"}}, "train.loss: received 'msee'. Did you mean mse?"),
+        ({"train": {"metrics": "accuracy,auk"}}, "train.metrics: received 'auk'. Did you mean auc"),
+        (
+            {"train": {"metric_options": {"auc": {}}}},
+            "train.metric_options.auc: auc is not in train.metrics, which are 'accuracy'.",
+        ),
+        (
+            {"train": {"metric_options": {"accuracy": {"k": 3}}}},
+            "train.metric_options.accuracy: expected the full name of a metric, such as sparse_",
+        ),
+        (
+            {"train": {"optimizer_options": {"use_ema": True}}},
+            "train.optimizer_options.use_ema: expected this as the key train.ema",
+        ),
+        ({"train": {"ema": 1.5}}, "train.ema: expected a momentum between 0 and 1"),
+        ({"train": {"weight_decay": -1}}, "train.weight_decay: expected at least 0, received -1.0"),
+        ({"train": {"warmup_epochs": 8}}, "train.warmup_epochs: expected less than train.epochs"),
+        (
+            {"train": {"schedule": "steps"}},
+            'train.schedule_options.epochs: expected the epochs after which "steps" lowers',
+        ),
+        (
+            {"train": {"schedule": "steps", "schedule_options": {"epochs": (3, 2)}}},
+            "train.schedule_options.epochs: expected growing numbers below train.epochs",
+        ),
+        (
+            {
+                "train": {
+                    "schedule": "steps",
+                    "schedule_options": {"epochs": 3, "factor": [0.1, 0.1]},
+                }
+            },
+            "train.schedule_options.factor: expected one number, or 1 as there are epochs",
+        ),
+        (
+            {"train": {"schedule": "cosine", "schedule_options": {"finl": 0}}},
+            'train.schedule_options.finl: no option of "cosine". Did you mean final?',
+        ),
+        (
+            {"train": {"schedule": "polynomial", "schedule_options": {"power": "x"}}},
+            "train.schedule_options.power: expected a number above 0, received 'x'.",
+        ),
+        (
+            {"train": {"schedule_options": {"final": 0}}},
+            'train.schedule_options.final: no option of "constant". It has none.',
+        ),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
         ({"name": 1}, "name: expected text"),
         *(
@@ -45,7 +102,7 @@ from tfdist.run.train_command import find_directory, parse
             {"sync": {"kind": "diloco", "clip_norm": 1}},
             'sync.clip_norm: has no effect if sync.kind is "diloco"; received 1.0.',
         ),
-        ({"parallel": {"zero": 4}}, "parallel.zero: expected 0, 1, 2 or 3, received 4."),
+        ({"parallel": {"zero": 4}}, "parallel.zero: expected a number from 0 to 3, received 4."),
     ],
 )
 def test_a_mistake_is_named_with_its_key(settings, message):
@@ -147,10 +204,28 @@ def test_a_finished_run_is_never_written_over(tmp_path):
 
 def test_reading_a_config_imports_no_tensorflow(run_python):
     done = run_python(
-        "import sys; from tfdist.run.train_command import parse; "
-        "parse(['--config=configs/digits.py']); print('tensorflow' in sys.modules)"
+        "import sys; from tfdist.run.train_command import parse\n"
+        "parse(['--config=configs/digits.py']); print('tensorflow' in sys.modules)\n"
+        "try: parse(['--config=configs/digits.py', '--config.train.optimizer=adamm'])\n"
+        "except ValueError: print('tensorflow' in sys.modules)\n"
     )
-    assert done.stdout.split() == ["False"], done.stderr
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_options_of_options_can_be_set_on_the_command_line():
+    run = parse(
+        [
+            "--config=configs/digits.py",
+            "--config.train.optimizer_options.beta_1=0.8",
+            "--config.train.metrics=auc",
+            "--config.train.metric_options.auc.num_thresholds=50",
+            "--config.train.schedule=steps",
+            "--config.train.schedule_options.epochs=(3, 6)",
+        ]
+    )
+    assert run.train.optimizer_options == {"beta_1": 0.8}
+    assert run.train.metric_options == {"auc": {"num_thresholds": 50}}
+    assert run.train.schedule_options == {"epochs": (3, 6)}
 
 
 def test_public_names_are_lazy_and_listed(run_python):

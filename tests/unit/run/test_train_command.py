@@ -71,7 +71,7 @@ def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys)
     ("section", "key", "value", "message"),
     [
         ("train", "optimizer", "adma", r"train\.optimizer: received 'adma'. Did you mean"),
-        ("model", "name", "cnm", "no such model. Did you mean cnn"),
+        ("model", "name", "cnm", r"model\.name: received 'cnm'. Did you mean cnn"),
         ("data", "eval_split", "validation", "no such split"),
     ],
 )

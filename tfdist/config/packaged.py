@@ -1,0 +1,50 @@
+"""Configs that the package carries, for names that are no files."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from tfdist.config.checks import nearest
+
+_PACKAGE = pathlib.Path(__file__).parent.parent
+
+
+def directory() -> pathlib.Path:
+    """Return the directory of the packaged configs: in an installed package, or in a checkout."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def names() -> list[str]:
+    """Return the names of the packaged configs.
+
+    Example:
+        >>> names()
+        ['digits', 'digits_ps']
+    """
+    return sorted(path.stem for path in directory().glob("*.py") if path.stem != "__init__")
+
+
+def find(name: str) -> str:
+    """Return the path of a config: the file of this name, or the packaged config.
+
+    Args:
+        name: Path of a file, or name of a packaged config.
+
+    Raises:
+        ValueError: If there is neither.
+
+    Example:
+        >>> os.path.basename(find("digits"))
+        'digits.py'
+    """
+    if os.path.isfile(name):
+        return name
+    if name in names():
+        return str(directory() / f"{name}.py")
+    packaged = "" if os.path.basename(name) != name else f" Packaged: {nearest(name, names())}"
+    raise ValueError(
+        f"--config={name}: no such file in {os.getcwd()}. Name a Python file that defines "
+        f"get_config(), or a packaged config.{packaged}"
+    )

@@ -1,0 +1,190 @@
+"""Optimizer, learning-rate schedule, loss and metrics that a run's settings name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from tfdist import config
+from tfdist.config import user_functions
+from tfdist.config.keras_names import BY_LOSS, SHORT, plain
+from tfdist.config.schedules import numbers
+from tfdist.run.warm_up import WarmUp
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+def optimizer(
+    settings: config.Train, train: tf.data.Dataset, accumulate: int = 1
+) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a run.
+
+    Args:
+        settings: Section `train` of the run.
+        train: Training batches.
+        accumulate: Number of steps for one call of the optimizer. Schedules count these calls.
+
+    Raises:
+        ValueError: If the optimizer does not take an option, or a schedule needs a length that the
+            data do not have.
+    """
+    options = {"learning_rate": learning_rate(settings, train, accumulate)}
+    if settings.weight_decay is not None:
+        options["weight_decay"] = settings.weight_decay
+    if settings.ema is not None:
+        options |= {"use_ema": True, "ema_momentum": settings.ema}
+    options |= settings.optimizer_options
+    if ":" in settings.optimizer:
+        make = user_functions.load(settings.optimizer, "train.optimizer")
+    else:
+        make = _class("train.optimizer", settings.optimizer, keras.optimizers)
+    result = _call(make, options, f"train.optimizer={settings.optimizer}", "optimizer_options")
+    if not isinstance(result, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"train.optimizer={settings.optimizer}: expected the function to return a "
+            f"keras.optimizers.Optimizer, received {type(result).__name__}."
+        )
+    return result
+
+
+def learning_rate(
+    settings: config.Train, train: tf.data.Dataset, accumulate: int = 1
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
+    """Return the learning rate of a run, or its schedule.
+
+    Args:
+        settings: Section `train` of the run.
+        train: Training batches.
+        accumulate: Number of steps for one call of the optimizer.
+
+    Raises:
+        ValueError: If the schedule needs a length that the data do not have.
+    """
+    rate: Any = settings.learning_rate
+    if settings.schedule == "constant" and not settings.warmup_epochs:
+        return rate
+    steps = int(train.cardinality())
+    if steps < 0:
+        key = "train.schedule" if settings.schedule != "constant" else "train.warmup_epochs"
+        raise ValueError(
+            f"{key}: expected a data set of known length, received one of unknown length. Choose "
+            'the schedule "constant" without a warm-up.'
+        )
+
+    def updates(epochs: float) -> int:
+        return int(steps * epochs) // accumulate
+
+    warm_up = updates(settings.warmup_epochs) or (1 if settings.warmup_epochs else 0)
+    left = max(1, updates(settings.epochs) - warm_up)
+    options = dict(settings.schedule_options)
+    schedules = keras.optimizers.schedules
+    if ":" in settings.schedule:
+        rate = _call(
+            user_functions.load(settings.schedule, "train.schedule"),
+            {"learning_rate": rate, "updates": left, **options},
+            f"train.schedule={settings.schedule}",
+            "schedule_options",
+        )
+    elif settings.schedule in ("constant", "cosine"):
+        # Keras' own warm-up, so that the model can be loaded without tfdist. With alpha=1, the rate
+        # does not decay.
+        alpha = options.get("final", 0.0) if settings.schedule == "cosine" else 1.0
+        if not warm_up:
+            return schedules.CosineDecay(rate, left, alpha=alpha)
+        return schedules.CosineDecay(0.0, left, alpha, warmup_target=rate, warmup_steps=warm_up)
+    elif settings.schedule == "polynomial":
+        rate = schedules.PolynomialDecay(
+            rate, left, rate * options.get("final", 0.0), options.get("power", 1.0)
+        )
+    elif settings.schedule == "steps":
+        ends = numbers(options["epochs"])
+        factors = numbers(options.get("factor", 0.1))
+        rates = [rate]
+        for factor in factors * (len(ends) if len(factors) == 1 else 1):
+            rates.append(rates[-1] * factor)
+        # Keras' schedule keeps a rate up to and with its boundary.
+        boundaries = [updates(end) - warm_up - 1 for end in ends]
+        rate = schedules.PiecewiseConstantDecay(boundaries, rates)
+    return WarmUp(rate, warm_up) if warm_up else rate
+
+
+def loss(settings: config.Train) -> Callable | keras.losses.Loss:
+    """Return the loss of a run.
+
+    Raises:
+        ValueError: If the loss does not take an option.
+    """
+    return _instance(
+        "train.loss", settings.loss, settings.loss_options, "loss_options", keras.losses
+    )
+
+
+def metrics(settings: config.Train) -> list[str | Callable | keras.metrics.Metric]:
+    """Return the metrics of a run.
+
+    Raises:
+        ValueError: If a metric does not take an option.
+    """
+    return [
+        name.lower()
+        if name.lower() in BY_LOSS
+        else _instance(
+            "train.metrics",
+            name,
+            settings.metric_options.get(name, {}),
+            f"metric_options.{name}",
+            keras.metrics,
+        )
+        for name in settings.metric_names()
+    ]
+
+
+def _instance(
+    key: str, name: str, options: Mapping[str, Any], options_key: str, module: ModuleType
+) -> Any:
+    """Return an object of a class of Keras or of the user, or a user's function with options."""
+    if ":" not in name:
+        kind: Callable[..., Any] = _class(key, SHORT.get(name, name), module)
+        return _call(kind, options, f"{key}={name}", options_key)
+    kind = user_functions.load(name, key)
+    if isinstance(kind, type):
+        return _call(kind, options, f"{key}={name}", options_key)
+    if not options:
+        return kind
+    return functools.update_wrapper(functools.partial(kind, **options), kind)
+
+
+def _class(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
+    for known, value in vars(module).items():
+        if isinstance(value, type) and plain(known) == plain(name):
+            return value
+    raise ValueError(
+        f"{key}: {name!r} is not in this version of Keras, {keras.__version__}. Choose another, or "
+        "install a newer Keras."
+    )
+
+
+def _call(
+    make: Callable[..., Any], options: Mapping[str, Any], setting: str, options_key: str
+) -> Any:
+    parameters = inspect.signature(make).parameters
+    open_ended = not isinstance(make, type) and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+    for name in options:
+        if name not in parameters and not open_ended:
+            known = [known for known in parameters if known not in ("args", "kwargs", "self")]
+            raise ValueError(
+                f"train.{options_key}.{name}: {setting} has no such option. "
+                f"{config.nearest(name, known)}"
+            )
+    try:
+        return make(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{setting}, train.{options_key}: {error}") from error

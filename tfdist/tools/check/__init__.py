@@ -1,0 +1,1 @@
+"""Command `tfdist check`: traps of a Keras script on its way to a distribution strategy."""
