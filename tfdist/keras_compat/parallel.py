@@ -474,7 +474,11 @@ def hook_gradients(in_strategy: Callable[[], bool]) -> None:
     def __call__(self, function):
         register(self, function)
         graph: Any = tf.compat.v1.get_default_graph()
-        if self._op_type.startswith("CustomGradient-") and graph.building_function and in_strategy():
+        if (
+            self._op_type.startswith("CustomGradient-")
+            and graph.building_function
+            and in_strategy()
+        ):
             _free_with_graph(self._op_type, graph)
         return function
 
