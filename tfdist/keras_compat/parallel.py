@@ -432,7 +432,7 @@ def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Make the gradient function of a `tf.custom_gradient` live only as long as the graph.
 
     TensorFlow keeps the function in a registry for ever, and with it the graph, to whose tensors
-    the function refers (tensorflow #97697). In a strategy of tfdist, `hook_gradients` does the same.
+    the function refers (tensorflow #97697). `hook_gradients` does this in strategies of tfdist.
 
     Args:
         tensors: Results of the `tf.custom_gradient`.

@@ -344,7 +344,7 @@ def test_workers_exchange_their_times_as_often_if_a_callback_watches_each_batch(
 
     monkeypatch.setattr(step_breakdown, "all_gather", all_gather)
     recorder = Recorder(None, Placement(workers=2, rank=1), [])
-    for call in range(1, 401):
+    for call in range(1, 401):  # noqa: B007 - `all_gather` reads it
         recorder.add(Times(0.0, 0.0, 0.0, 0.0, np.zeros(1)))
         recorder.end_call(0, steps=1, examples=8, waited=0.0, short=short)
     assert exchanges == list(range(0, 401, 50 * short))
