@@ -12,7 +12,7 @@ PYTEST = -m pytest -q
 FOUR = -n 4 --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat test-engines chaos lint bench notebooks docs clean
+.PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
+	@echo "make soak         twenty minutes with thirty kills: goodput, and threads, files and memory stay flat"
 	@echo "make bench        measure what fit, policies, shards, stages, parameter servers, failures, step breakdown, input and many tasks cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make clean        remove what these made, but for runs/"
@@ -52,6 +53,9 @@ test-engines: .venv/installed-engines
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
+
+soak: .venv/installed-test
+	$(BIN)/python benchmarks/soak.py
 
 test-compat: .venv-compat/installed
 	.venv-compat/bin/python $(PYTEST) tests/unit/keras_compat

@@ -11,6 +11,7 @@ by the scheduler, and not enforced.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import datetime
@@ -389,10 +390,25 @@ class Kubelet:
             if "valueFrom" not in entry:
                 environ[entry["name"]] = entry.get("value", "")
                 continue
+            if "secretKeyRef" in entry["valueFrom"]:
+                environ |= self._secret_of(entry, pod.manifest["metadata"]["namespace"])
+                continue
             path = entry["valueFrom"]["fieldRef"]["fieldPath"]  # metadata.labels['KEY']
             field, _, key = path.removeprefix("metadata.").partition("['")
             environ[entry["name"]] = pod.manifest["metadata"][field].get(key[:-2], "")
         return environ
+
+    def _secret_of(self, entry: dict[str, Any], namespace: str) -> dict[str, str]:
+        """Return a variable whose value a Secret has, or nothing if the Secret may be missing."""
+        reference = entry["valueFrom"]["secretKeyRef"]
+        try:
+            path = f"/api/v1/namespaces/{namespace}/secrets/{reference['name']}"
+            value = self._api.call("GET", path)["data"][reference["key"]]
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and reference.get("optional"):
+                return {}
+            raise
+        return {entry["name"]: base64.b64decode(value).decode()}
 
     def _terminate(self, pod: Pod, grace: float) -> None:
         if pod.terminated is None:

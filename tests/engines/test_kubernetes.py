@@ -232,6 +232,7 @@ from tfdist.cluster import preflight, resolvers
 preflight.check(resolvers.resolve(), timeout=60)
 print("cluster", json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
 print("word", os.environ["WORD"], os.getcwd())
+print("secret", os.environ["TFDIST_TASK_SECRET"])
 print("shared memory", os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize)
 open(os.path.join(sys.argv[1], os.environ["HOSTNAME"]), "w").close()
 """
@@ -249,6 +250,8 @@ open(os.path.join(sys.argv[1], os.environ["HOSTNAME"]), "w").close()
     assert len(re.findall(r"^\[pod/digits-[01]-\w+/worker\] word a b /", out, re.MULTILINE)) == 2
     assert out.count("cluster ['digits-0.digits:2222', 'digits-1.digits:2222']") == 2
     assert out.count(f"shared memory {32 << 20}") == 2
+    assert len(secrets := re.findall(r"\bsecret (\w{64})$", out, re.MULTILINE)) == 2
+    assert len(set(secrets)) == 1
     assert sorted(os.listdir(snapshots)) == ["digits-0", "digits-1"]
     assert len({jobs.pod(index).manifest["spec"]["nodeName"] for index in (0, 1)}) == 2
     assert "digits" not in jobs.tfdist("jobs")[1]  # it is over
@@ -276,9 +279,9 @@ def test_job_is_listed_followed_and_cancelled(jobs, cluster):
     assert code == 0, err
     out, _ = follower.communicate(timeout=BOUND_S)
     assert follower.returncode == 0
-    assert "hello from worker:" in out
+    assert "the training is saved" in out  # `readline` may have taken all before it
     assert [jobs.pod(index).process.wait(BOUND_S) for index in (0, 1)] == [42, 42]
-    cluster.wait_for("[]", "get", "pods,jobs", "--output=jsonpath={.items}")
+    cluster.wait_for("[]", "get", "pods,jobs,secrets", "--output=jsonpath={.items}")
     assert "digits" not in jobs.tfdist("jobs")[1]
     code, _, err = jobs.tfdist("cancel", job)
     assert code == 2
@@ -506,6 +509,8 @@ def test_nothing_is_left_of_a_job_that_is_refused(jobs, cluster):
     for kind in ("jobs", "services", "networkpolicies"):
         found = cluster.get(kind)["items"]
         assert [item["metadata"]["name"] for item in found].count("digits") == 1
+    (secret,) = cluster.get("secrets")["items"]
+    assert secret["metadata"]["name"] == "digits-task-secret"
     jobs.environ["KUBECONFIG"] = str(cluster.home / "guest.json")
     for found in (refused(name="other"), jobs.tfdist("jobs")[2]):
         assert "your account may not do this in the namespace; ask its administrator" in found

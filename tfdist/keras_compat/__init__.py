@@ -101,7 +101,9 @@ def install() -> None:
     _add_conversions(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
     hook_files()
-    importlib.import_module("tfdist.keras_compat.parallel").hook_optimizers()
+    parallel = importlib.import_module("tfdist.keras_compat.parallel")
+    parallel.hook_optimizers()
+    parallel.hook_gradients(lambda: engine_of(tf.distribute.get_strategy()) is not None)
     scopes.keep_in_clear_session()
 
 

@@ -432,7 +432,7 @@ def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Make the gradient function of a `tf.custom_gradient` live only as long as the graph.
 
     TensorFlow keeps the function in a registry for ever, and with it the graph, to whose tensors
-    the function refers (tensorflow #97697).
+    the function refers (tensorflow #97697). `hook_gradients` does this in strategies of tfdist.
 
     Args:
         tensors: Results of the `tf.custom_gradient`.
@@ -442,16 +442,47 @@ def freed_with_graph(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """
     if not tf.executing_eagerly():
         name = tf.compat.as_str(tensors[0].op.get_attr("_gradient_op_type"))
-        entry = gradient_registry._registry[name]
-        objects = objects_of(tensors[0].graph)
-        objects[name] = entry["type"]
-        weak = weakref.ref(entry["type"])
-        # The weak reference is alive as long as the graph.
-        entry["type"] = lambda op, *grads: weak()(op, *grads)  # type: ignore[misc]
-        weakref.finalize(
-            tensors[0].graph, gradient_registry._registry.pop, name, None
-        ).atexit = False
+        _free_with_graph(name, tensors[0].graph)
     return tensors
+
+
+def _free_with_graph(name: str, graph: tf.Graph) -> None:
+    """Make a gradient function in TensorFlow's registry live only as long as a graph."""
+    objects = objects_of(graph)
+    if name in objects:
+        return
+    entry = gradient_registry._registry[name]
+    objects[name] = entry["type"]
+    weak = weakref.ref(entry["type"])
+    # The weak reference is alive as long as the graph.
+    entry["type"] = lambda op, *grads: weak()(op, *grads)  # type: ignore[misc]
+    weakref.finalize(graph, gradient_registry._registry.pop, name, None).atexit = False
+
+
+def hook_gradients(in_strategy: Callable[[], bool]) -> None:
+    """Free the gradient functions of each `tf.custom_gradient` with the graph that it is in.
+
+    `tf.distribute.ReplicaContext.all_reduce` is one. It refers to its strategy, so that each
+    strategy and the graphs of its steps would live as long as the process.
+
+    Args:
+        in_strategy: Function that tells whether the current strategy is one of tfdist.
+    """
+    register = tf.RegisterGradient.__call__
+
+    @functools.wraps(register)
+    def __call__(self, function):
+        register(self, function)
+        graph: Any = tf.compat.v1.get_default_graph()
+        if (
+            self._op_type.startswith("CustomGradient-")
+            and graph.building_function
+            and in_strategy()
+        ):
+            _free_with_graph(self._op_type, graph)
+        return function
+
+    tf.RegisterGradient.__call__ = __call__
 
 
 # --- Deferred variables ---------------------------------------------------------------------------

@@ -48,7 +48,21 @@ def watch(strategy: tf.distribute.Strategy, processes: int = 1) -> None:
         processes: Number of processes that run the same program, so that each would train a model
             outside of the scope from beginning to end. Default 1.
     """
+    _forget_what_is_gone()
     _watched.append(_Watched(weakref.ref(strategy), type(strategy).__name__, processes))
+
+
+def _forget_what_is_gone() -> None:
+    """Forget the strategies that no longer matter.
+
+    In one process, a strategy whose scope was entered no longer matters once it is gone. (That of
+    several workers is entered when it is made, by TensorFlow's own `run`.)
+    """
+    _watched[:] = [
+        each
+        for each in _watched
+        if each.processes > 1 or not each.entered or each.strategy() is not None
+    ]
 
 
 def enter(strategy: tf.distribute.Strategy) -> None:
@@ -68,13 +82,7 @@ def check_training(model: keras.Model) -> None:
     Raises:
         ValueError: If the model was made outside of the scope of this process's strategy.
     """
-    # In one process, a strategy whose scope was entered no longer matters once it is gone. (That of
-    # several workers is entered when it is made, by TensorFlow's own `run`.)
-    _watched[:] = [
-        each
-        for each in _watched
-        if each.processes > 1 or not each.entered or each.strategy() is not None
-    ]
+    _forget_what_is_gone()
     if (
         not _watched
         or tf.distribute.has_strategy()

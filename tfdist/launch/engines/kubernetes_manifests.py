@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TASK_SECRET
 
 PORT = 2222
 CONTAINER = "worker"
@@ -26,6 +26,8 @@ REPLICATED = ("worker", TRAINER_CONTAINER)  # names of the Jobs in a JobSet
 # How long a pod stays on a node that does not answer. A synchronous training waits for it, so this
 # is less than the five minutes that Kubernetes gives other pods.
 LOST_NODE_S = 60
+
+SECRET_KEY = "task-secret"  # of the job's own Secret
 
 Manifest = dict[str, Any]
 
@@ -207,6 +209,29 @@ def network_policy(options: JobOptions, labels: Mapping[str, str]) -> Manifest:
     )
 
 
+def secret_name(job: str) -> str:
+    """Return the name of the Secret that a job has of its own.
+
+    It is not the name of the job, so that `tfdist cancel` never deletes a Secret of the user's.
+    """
+    return f"{job}-{SECRET_KEY}"
+
+
+def secret(job: str, value: str) -> Manifest:
+    """Return the Secret by which the tasks of a job know each other.
+
+    Args:
+        job: Name of the job.
+        value: Value of the variable TFDIST_TASK_SECRET in its pods.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": secret_name(job), "labels": dict([LABEL])},
+        "stringData": {SECRET_KEY: value},
+    }
+
+
 def _jobset_labels(options: JobOptions) -> dict[str, str]:
     return {"jobset.sigs.k8s.io/jobset-name": options.name}
 
@@ -306,6 +331,9 @@ def _pod_spec(
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in identity.items()
     ]
+    # Optional, so that pods of a manifest that the user applies start without the Secret.
+    key = {"name": secret_name(options.name), "key": SECRET_KEY, "optional": True}
+    environ.append({"name": TASK_SECRET, "valueFrom": {"secretKeyRef": key}})
     environ += [{"name": name, "value": value} for name, value in options.environ.items()]
     requests: Manifest = {"cpu": options.cpus, "memory": options.memory}
     limits: Manifest = {"memory": options.memory}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,14 @@ import yaml
 
 from tfdist.launch.engines import kubectl, kubernetes_pods
 from tfdist.launch.engines.fleet import NoRoom
-from tfdist.launch.engines.kubernetes_manifests import KINDS, LABEL, REPLICATED, JobOptions
+from tfdist.launch.engines.kubernetes_manifests import (
+    KINDS,
+    LABEL,
+    REPLICATED,
+    JobOptions,
+    secret,
+    secret_name,
+)
 from tfdist.launch.engines.launch_on import task_environ
 from tfdist.launch.engines.schedulers import JobLine
 
@@ -145,8 +153,14 @@ def manifest(flags: argparse.Namespace, launch_words: Sequence[str], command: Se
 
 
 def submit(flags: argparse.Namespace, manifest: str) -> str:
-    """See `Scheduler.submit`. The id is KIND/NAME, with the namespace as in `tfdist jobs`."""
-    kubectl.create(manifest, *([f"--namespace={flags.namespace}"] if flags.namespace else []))
+    """See `Scheduler.submit`. The id is KIND/NAME, with the namespace as in `tfdist jobs`.
+
+    The job gets a Secret, which the printed manifest only names. It comes first, before the pods.
+    """
+    own = yaml.safe_dump(secret(flags.job_name, secrets.token_hex(32)), sort_keys=False)
+    kubectl.create(
+        f"{own}---\n{manifest}", *([f"--namespace={flags.namespace}"] if flags.namespace else [])
+    )
     job = f"{flags.kind or 'jobset'}/{flags.job_name}"
     return f"{flags.namespace}/{job}" if flags.namespace else job
 
@@ -229,8 +243,9 @@ def cancel(job: str) -> None:
     try:
         kubectl.run(*namespace, "delete", kind, name, "--wait=false")
     finally:  # if the job was deleted by other means, too
-        for resource in RESOURCES[kind][1:]:
-            kubectl.run(*namespace, "delete", resource, name, "--ignore-not-found", "--wait=false")
+        rest = [(resource, name) for resource in RESOURCES[kind][1:]]
+        for resource in (*rest, ("secret", secret_name(name))):
+            kubectl.run(*namespace, "delete", *resource, "--ignore-not-found", "--wait=false")
 
 
 def _parse(job: str) -> tuple[list[str], str, str]:

@@ -182,7 +182,7 @@ class Engine(Hooks):
             range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
         )
         self.heartbeat.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
-        with self._during("fit"), self._recording(breakdowns, exact, measures):
+        with self._during("fit"), self._recording(breakdowns, measures):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
@@ -563,14 +563,13 @@ class Engine(Hooks):
         self._active = runner
 
     @contextlib.contextmanager
-    def _recording(self, breakdowns: list[StepBreakdown], exact: bool, measures: bool):
+    def _recording(self, breakdowns: list[StepBreakdown], measures: bool):
         """Measure the steps of a fit for `StepBreakdown` callbacks, or to find stragglers."""
         if breakdowns or measures:
             self._recorder = Recorder(
                 self._strategy,
                 self.placement,
                 [breakdown.directory for breakdown in breakdowns],
-                exact,
             )
         for breakdown in breakdowns:
             breakdown.recorder = self._recorder

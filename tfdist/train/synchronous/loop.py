@@ -273,7 +273,9 @@ class Runner:
             stats = self.stats
             steps = stats.steps - before.steps
             waited = stats.input_seconds - before.input_seconds
-            self.recorder.end_call(self.epoch, steps, stats.examples - before.examples, waited)
+            examples = stats.examples - before.examples
+            short = self._calls_ahead if self.watch.exact else 1
+            self.recorder.end_call(self.epoch, steps, examples, waited, short)
 
     def _record(self, steps: int, started: Any, readings: Any) -> float:
         """Report steps to the recorder, and return the seconds that they waited for batches."""

@@ -106,7 +106,6 @@ class Recorder:
         strategy: Synchronous strategy.
         placement: Position of this worker among all workers.
         directories: Directories of runs.
-        exact: Whether all workers run steps one by one.
     """
 
     def __init__(
@@ -114,11 +113,9 @@ class Recorder:
         strategy: tf.distribute.Strategy,
         placement: Placement,
         directories: Sequence[str],
-        exact: bool,
     ):
         self._strategy = strategy
         self._placement = placement
-        self._exact = exact
         paths = [layout.worker_directory(directory, placement.rank) for directory in directories]
         self._tensorboards = {path: TensorBoardWriter(path) for path in paths}
         # Windows without the other workers' times, each with the shortest all-reduces of its steps.
@@ -161,7 +158,9 @@ class Recorder:
         self._parts["update"] += times.update
         self._shortest.append(times.shortest)
 
-    def end_call(self, epoch: int, steps: int, examples: int, waited: float) -> None:
+    def end_call(
+        self, epoch: int, steps: int, examples: int, waited: float, short: int = 1
+    ) -> None:
         """Record the end of a call of the train function, also of one that found no more data.
 
         Args:
@@ -169,6 +168,8 @@ class Recorder:
             steps: Number of steps that it ran.
             examples: Number of rows of their global batches.
             waited: Seconds that they waited for batches.
+            short: Number of such calls that take as long as a usual one, which is longer if no
+                callback watches each batch; equal on all workers.
         """
         self._parts["input"] += waited
         self._done += steps
@@ -179,8 +180,7 @@ class Recorder:
         if steps and (long or self._compiled):
             self._close(epoch)
         if steps and (
-            self._pending_steps() >= EXCHANGE_STEPS
-            or (self._calls >= EXCHANGE_CALLS and not self._exact)
+            self._pending_steps() >= EXCHANGE_STEPS or self._calls >= EXCHANGE_CALLS * short
         ):
             self._close(epoch)
             self._exchange()

@@ -47,12 +47,24 @@ def test_submitted_manifest_is_the_printed_one(kubectl, capsys):
     assert not kubectl.with_name("kubectl.calls").exists()
     assert submit.main([*words, "--", "train.py"]) == 0
     assert capsys.readouterr().out == "ml/job/digits\n"
-    assert kubectl.with_name("kubectl.manifest").read_text() == printed
+    sent = kubectl.with_name("kubectl.manifest").read_text()
+    secret, _, rest = sent.partition("---\n")
+    assert rest == printed
+    ((key, value),) = yaml.safe_load(secret)["stringData"].items()
+    assert len(value) == 64
+    assert value not in "".join(calls(kubectl))  # which all users of the machine may see
     job = next(each for each in yaml.safe_load_all(printed) if each["kind"] == "Job")
     assert job["spec"]["completions"] == 3
     assert job["spec"]["backoffLimitPerIndex"] == submit.RESTARTS
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert {"name": "A", "value": "b c"} in container["env"]
+    (reference,) = (
+        each["valueFrom"]["secretKeyRef"]
+        for each in container["env"]
+        if each["name"] == "TFDIST_TASK_SECRET"
+    )
+    assert reference["name"] == yaml.safe_load(secret)["metadata"]["name"] != "digits"
+    assert (reference["key"], reference["optional"]) == (key, True)
     assert container["command"][-2:] == ["--", "train.py"]
 
 
@@ -107,7 +119,12 @@ def test_cancel_removes_the_rest_of_a_job_that_is_gone(kubectl, capsys):
     assert job_commands.cancel(["ml/job/digits", "--on", "kubernetes"]) == 2
     assert 'jobs.batch "digits" not found; `tfdist jobs` lists' in capsys.readouterr().err
     deleted = [line.split()[2:4] for line in calls(kubectl) if " delete " in line]
-    assert deleted == [["job", "digits"], ["service", "digits"], ["networkpolicy", "digits"]]
+    assert deleted == [
+        ["job", "digits"],
+        ["service", "digits"],
+        ["networkpolicy", "digits"],
+        ["secret", "digits-task-secret"],
+    ]
 
 
 @pytest.mark.parametrize(

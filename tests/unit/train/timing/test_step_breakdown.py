@@ -14,8 +14,10 @@ import tensorflow as tf
 import tfdist
 from tests.parity.cases import CROSSENTROPY, mlp
 from tests.windows import typical
+from tfdist.parallel.placement import Placement
 from tfdist.telemetry.step_records import PARTS, per_step, read
-from tfdist.train.timing.step_breakdown import add_host_time, compute_times
+from tfdist.train.timing import step_breakdown
+from tfdist.train.timing.step_breakdown import Recorder, Times, add_host_time, compute_times
 
 DELAY_S = 0.06  # planted, in each step
 
@@ -328,6 +330,24 @@ def test_training_continues_if_records_cannot_be_written(one_device, tmp_path, c
     assert int(model.optimizer.iterations.numpy()) == 24
     assert "because a write failed" in caplog.text
     assert sum(window.steps for window in read(other)[0]) == 24
+
+
+@pytest.mark.parametrize("short", [1, 4])
+def test_workers_exchange_their_times_as_often_if_a_callback_watches_each_batch(monkeypatch, short):
+    """Where steps run one by one, calls are short; workers must still not wait for many steps."""
+    call = 0
+    exchanges = []
+
+    def all_gather(strategy, placement, numbers):
+        exchanges.append(call)
+        return np.stack([numbers, numbers])
+
+    monkeypatch.setattr(step_breakdown, "all_gather", all_gather)
+    recorder = Recorder(None, Placement(workers=2, rank=1), [])
+    for call in range(1, 401):  # noqa: B007 - `all_gather` reads it
+        recorder.add(Times(0.0, 0.0, 0.0, 0.0, np.zeros(1)))
+        recorder.end_call(0, steps=1, examples=8, waited=0.0, short=short)
+    assert exchanges == list(range(0, 401, 50 * short))
 
 
 def test_strategy_without_an_engine_gives_a_warning(tmp_path, caplog):
