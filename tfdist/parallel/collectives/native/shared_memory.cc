@@ -27,8 +27,8 @@
 namespace tfdist {
 namespace {
 
-constexpr size_t kSlotBytes = 256 << 10;
-constexpr uint32_t kSlots = 4;
+constexpr size_t kSlotBytes = 128 << 10;
+constexpr uint32_t kSlots = 8;
 constexpr int kSpins = 2000;              // looks at a counter, some 50 us, before the process sleeps
 constexpr size_t kWholeBytes = 16 << 10;  // up to here, all processes compute the whole sum
 constexpr size_t kPage = 4096;
