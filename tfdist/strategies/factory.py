@@ -78,8 +78,7 @@ def make_strategy(
         communication: Collective implementation with which workers exchange gradients: `auto`
             (default), `ring`, `nccl` or `native`. With `native`, workers on CPUs exchange tensors
             by tfdist's own collectives, and must share a secret: those of one `tfdist launch` do,
-            others find it in the variable `TFDIST_TASK_SECRET`. `auto` chooses `native` for workers
-            of one host that all have the secret and the compiled library.
+            others find it in the variable `TFDIST_TASK_SECRET`.
         timeout: Seconds without a step after which a worker that waits for the others fails,
             default 600. Under `parameter_server`, the seconds that the chief waits for a step, and
             for a worker when none is left.
@@ -217,7 +216,7 @@ def _multi_worker(
     device_names.restrict(names)
     if cluster is not None:
         preflight.check(cluster, timeout=start_timeout, attempt=resolvers.attempt())
-    return multi_worker_mirrored(cluster, names, communication, timeout, policy)
+    return multi_worker_mirrored(cluster, communication, timeout, policy)
 
 
 def _parameter_server(

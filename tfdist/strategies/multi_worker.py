@@ -66,17 +66,12 @@ class MultiWorkerMirroredStrategy(KerasFeedMixin, tf.distribute.MultiWorkerMirro
 
 
 def multi_worker_mirrored(
-    cluster: ClusterSpec | None,
-    devices: Sequence[str],
-    communication: str,
-    timeout: float,
-    sync: Policy | None = None,
+    cluster: ClusterSpec | None, communication: str, timeout: float, sync: Policy | None = None
 ) -> MultiWorkerMirroredStrategy:
     """Return a strategy with a copy of the model on each device of every training task.
 
     Args:
         cluster: Cluster with this task; None for a cluster of this process alone.
-        devices: Devices of this process.
         communication: One of `COMMUNICATION`.
         timeout: Seconds that a step waits for the other workers.
         sync: Synchronization policy of the replicas.
@@ -105,8 +100,8 @@ def multi_worker_mirrored(
     attach_engine(strategy, placement, timeout=timeout, sync=sync, communication=communication)
     keras_compat.broadcast_initial_values(strategy, strategy.tfdist_engine.watchdog.explained)
     _share_seed(strategy, placement)
-    if communication in ("auto", "native") and len(tasks) > 1:
-        _open_transport(strategy, cluster, placement, timeout, communication == "native", devices)
+    if communication == "native" and len(tasks) > 1:
+        _open_transport(strategy, cluster, placement, timeout)
     return strategy
 
 
@@ -117,8 +112,7 @@ def check_native(devices: Sequence[str]) -> None:
         devices: Devices of this process.
 
     Raises:
-        ValueError: If this is not Linux, if there are other devices than a CPU, or if the job has
-            no secret.
+        ValueError: If there are other devices than a CPU, or the job has no secret.
     """
     if sys.platform != "linux":
         raise ValueError(
@@ -144,20 +138,8 @@ def _open_transport(
     cluster: ClusterSpec,
     placement: Placement,
     timeout: float,
-    required: bool,
-    devices: Sequence[str],
 ) -> None:
-    """Connect this worker with the others, and let the engine exchange tensors that way.
-
-    Unless native collectives are required, they are used only where they are the best choice.
-    """
-    compiled = None
-    try:
-        check_native(devices)
-    except ValueError:
-        if required:
-            raise
-        compiled = False
+    """Connect this worker with the others, and let the engine exchange tensors that way."""
     tasks = cluster.training_tasks
     transport = open_transport(
         placement.rank,
@@ -166,12 +148,9 @@ def _open_transport(
         launch_protocol.task_secret(),
         functools.partial(all_gather, strategy, placement),
         WATCHDOG_FIRST * timeout,
-        compiled=compiled,
-        best_only=not required,
     )
-    if transport is not None:
-        log.info("workers exchange tensors by native collectives over %s", transport.kind)
-        strategy.tfdist_engine.use_transport(transport)
+    log.info("workers exchange tensors by native collectives over %s", transport.kind)
+    strategy.tfdist_engine.use_transport(transport)
 
 
 def _await_leader(cluster: ClusterSpec) -> None:

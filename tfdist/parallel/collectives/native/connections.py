@@ -22,7 +22,6 @@ import queue
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,8 +83,6 @@ def host_identity() -> bytes:
 
     They have the same kernel, network namespace and user.
     """
-    if sys.platform != "linux":  # there are no abstract sockets
-        return secrets.token_bytes(_HOST_BYTES)
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     network = os.stat("/proc/self/ns/net")

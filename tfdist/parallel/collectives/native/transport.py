@@ -151,8 +151,7 @@ def open_transport(
     timeout: float,
     compiled: bool | None = None,
     shared: bool = True,
-    best_only: bool = False,
-) -> Transport | None:
+) -> Transport:
     """Connect this worker with all others; all workers call it.
 
     Args:
@@ -164,11 +163,6 @@ def open_transport(
         timeout: Seconds that a call waits without progress.
         compiled: Whether to use the compiled library. None: if all workers have it.
         shared: Whether workers of one host may share memory.
-        best_only: Whether to connect only if all workers use the compiled library and run on one
-            host. Between hosts, a firewall may stop other connections than TensorFlow's.
-
-    Returns:
-        Collectives of all workers; None if `best_only` rules them out.
 
     Raises:
         ConfigurationError: If a worker does not know the token.
@@ -176,9 +170,6 @@ def open_transport(
     """
     has_library = library.load() is not None if compiled is None else compiled
     endpoints = connections.meet(gather, int(has_library))
-    one_host = len(set(endpoints.hosts)) == 1
-    if best_only and not (one_host and all(endpoints.facts)):
-        return None
     sockets = connections.connect(rank, endpoints, addresses, names, token, gather, START_S)
     if not all(endpoints.facts):
         lacking = [n for n, has in zip(names, endpoints.facts, strict=True) if not has]
@@ -189,7 +180,7 @@ def open_transport(
         )
         return Transport(PythonExchange(rank, sockets, names, timeout), names, "sockets, in Python")
     memory = None
-    if shared and one_host:
+    if shared and len(set(endpoints.hosts)) == 1:
         memory = connections.share_memory(rank, sockets, library.shared_bytes(len(names)), START_S)
     try:
         exchange = CompiledExchange(rank, sockets, names, timeout, memory)

@@ -11,14 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.unit.parallel.collectives.native.peers import (
-    KINDS,
-    TOKEN,
-    WAIT_S,
-    Peers,
-    connect,
-    require,
-)
+from tests.unit.parallel.collectives.native.peers import KINDS, WAIT_S, Peers, connect, require
 from tfdist.cluster import json_channel
 from tfdist.parallel.collectives.native import connections
 from tfdist.parallel.collectives.native.library import (
@@ -28,7 +21,7 @@ from tfdist.parallel.collectives.native.library import (
     REDUCE_SCATTER,
     TransportError,
 )
-from tfdist.parallel.collectives.native.transport import Transport, open_transport
+from tfdist.parallel.collectives.native.transport import Transport
 
 DTYPES = ("float32", "float64", "int32", "int64", "bfloat16", "float16")
 # Elements of an all-reduce: none, fewer than processes, odd, and more than one chunk of memory.
@@ -299,45 +292,6 @@ def among_a_crowd(rank, gather, tcp):
 def test_strangers_that_hold_connections_keep_no_worker_out(tcp):
     with Peers(2, among_a_crowd, tcp) as peers:
         assert peers.finish() == [0, 1]
-
-
-def open_if_best(rank, gather, one_host, compiled):
-    """Return the kind of the collectives, if they are the best choice, and a sum of theirs."""
-    if not one_host:
-        connections.host_identity = lambda: bytes([rank]) * 18
-    transport = open_transport(
-        rank,
-        ["127.0.0.1:1"] * 2,
-        ["worker:0", "worker:1"],
-        TOKEN,
-        gather,
-        WAIT_S,
-        compiled=compiled[rank],
-        best_only=True,
-    )
-    if transport is None:
-        return None
-    (total,) = transport._exchange.run(ALL_REDUCE, "sum", [np.float32([rank, 2])])
-    return [transport.kind, total.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("one_host", "compiled", "result"),
-    [
-        (True, (True, True), ["shared memory", [1.0, 4.0]]),
-        (True, (True, False), None),
-        (False, (True, True), None),
-    ],
-)
-def test_native_collectives_are_chosen_on_one_host_with_the_library(one_host, compiled, result):
-    require("shared memory")
-    with Peers(2, open_if_best, one_host, compiled) as peers:
-        if result is None:
-            for process in peers.processes:
-                process.join(WAIT_S)
-                assert process.exitcode == 0
-        else:
-            assert peers.finish() == [result] * 2
 
 
 def introduced_late(rank, gather, kind):
