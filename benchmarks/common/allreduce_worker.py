@@ -15,8 +15,10 @@ import numpy as np
 
 from tfdist import ClusterSpec
 
+SHARED = "native, shared memory"
+IN_PLACE = "native, shared memory, in place"
 NATIVE = {  # name: arguments of open_transport, and whether all processes seem to be one host
-    "native, shared memory": ({}, True),
+    SHARED: ({}, True),
     "native, UNIX sockets": ({"shared": False}, True),
     "native, TCP": ({}, False),
     "native in Python, UNIX sockets": ({"compiled": False}, True),
@@ -24,7 +26,7 @@ NATIVE = {  # name: arguments of open_transport, and whether all processes seem 
 RING = "TensorFlow's ring"
 COPY = "copy of the tensor"
 GLOO = "gloo (torch)"
-CONTENDERS = (COPY, *NATIVE, RING, GLOO)
+CONTENDERS = (COPY, IN_PLACE, *NATIVE, RING, GLOO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], dict[str, float]]]:
 
     import tfdist
     from tfdist.parallel.collectives.native import connections
+    from tfdist.parallel.collectives.native.library import ALL_REDUCE
     from tfdist.parallel.collectives.native.transport import open_transport
     from tfdist.runtime import launch_protocol
     from tfdist.train.synchronous.replica_state import all_gather
@@ -94,6 +97,10 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], dict[str, float]]]:
         if contender == COPY:
             source, target = x.numpy(), np.zeros(count, np.float32)
             return lambda: np.copyto(target, source)
+        if contender == IN_PLACE:  # zeros, because the sum of each call is the input of the next
+            run = transports[SHARED]._exchange.run
+            zeros = [np.zeros(count, np.float32)]
+            return lambda: run(ALL_REDUCE, "sum", zeros, in_place=True)
         if contender == GLOO:
             assert gloo is not None
             return functools.partial(gloo, np.zeros(count, np.float32))  # sums in place
@@ -105,7 +112,7 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], dict[str, float]]]:
     def measure(contender: str, size: int, times: int) -> dict[str, float]:
         function = call(contender, size // 4)
         result = function()
-        if contender not in (COPY, GLOO):
+        if contender not in (COPY, IN_PLACE, GLOO):
             expected = sum(range(1, placement.workers + 1))
             assert float(result[0]) == float(result[-1]) == expected, (contender, result)
         seconds = []

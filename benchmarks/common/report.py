@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import platform
+import secrets
 import shlex
 import signal
 import statistics
@@ -31,7 +32,8 @@ def begin(script: str, argv: list[str], rounds: int, **environ: str) -> dict[str
         Facts that a reader needs to judge the figures.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ.update(_QUIET_CPU | environ)
+    # As `tfdist launch` does, so that workers use the collectives that its workers use.
+    os.environ.update(_QUIET_CPU | {"TFDIST_TASK_SECRET": secrets.token_hex(32)} | environ)
     return {
         "Command": f"`{shlex.join(['python', f'benchmarks/{script}', *argv])}`",
         "Date": datetime.date.today().isoformat(),

@@ -36,7 +36,7 @@ from tfdist.cluster.pending_connections import PendingConnections
 
 Gather = Callable[[np.ndarray], np.ndarray]
 
-HELLO_S = 5.0  # timeout of the handshake and the introduction on a connection
+HELLO_S = 5.0  # timeout of the handshake with a process that may be a stranger
 RETRY_S = 0.01  # pause before the next attempt to reach a worker that does not listen yet
 STRANGERS = 16  # connections that may be in their handshake at once, beyond those of the workers
 
@@ -256,7 +256,7 @@ class _Server:
         try:
             _check_user(connection)
             channel = accept(connection, self._token, HELLO_S)
-            hello = channel.receive(HELLO_S) or {}
+            hello = channel.receive(self._limit - time.monotonic()) or {}
             peer = hello.get("from")
             expected = _hello(self._endpoints, peer, self._rank)
             higher = range(self._rank + 1, len(self._names))
@@ -303,7 +303,8 @@ def _connect_to(
                 connection.connect(sockaddr)
             channel = authenticate(connection, names[peer], token, left)
             channel.send(_hello(endpoints, rank, peer))
-            if channel.receive(min(left, HELLO_S)) != _hello(endpoints, peer, rank):
+            # A worker that has answered expects no other connection, so this one may not give up.
+            if channel.receive(limit - time.monotonic()) != _hello(endpoints, peer, rank):
                 channel.close()
                 raise ConnectionError("another process listens there")
             return channel.detach()

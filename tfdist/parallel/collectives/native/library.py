@@ -152,7 +152,12 @@ class CompiledExchange:
         self._descriptors = [number for number in numbers if number >= 0]
 
     def run(
-        self, collective: int, name: str, arrays: Sequence[np.ndarray], reduction: str = "Add"
+        self,
+        collective: int,
+        name: str,
+        arrays: Sequence[np.ndarray],
+        reduction: str = "Add",
+        in_place: bool = False,
     ) -> list[np.ndarray]:
         """Run a collective on arrays of one dtype, and return its results.
 
@@ -161,12 +166,19 @@ class CompiledExchange:
             name: Name of the call, equal on all ranks.
             arrays: Arrays of one dtype; one array, unless it is an all-reduce.
             reduction: One of `REDUCTIONS`.
+            in_place: Whether an all-reduce overwrites its arrays, which must be contiguous, as it
+                does in a step of training.
 
         Raises:
             TransportError: If a worker was lost, or the workers are out of step.
         """
-        arrays = [np.asarray(x, order="C") for x in arrays]
-        results = [np.empty(output_shape(collective, x.shape, self.size), x.dtype) for x in arrays]
+        if in_place:
+            assert collective == ALL_REDUCE
+            results = list(arrays)
+        else:
+            arrays = [np.asarray(x, order="C") for x in arrays]
+            shapes = [output_shape(collective, x.shape, self.size) for x in arrays]
+            results = [np.empty(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
         count = len(arrays)
         pointers = ctypes.c_void_p * count
         sizes = ctypes.c_size_t * count

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "transport.h"
 
@@ -97,11 +98,32 @@ struct Max {
   }
 };
 
+// Reduces two sources that need no conversion. The output may be one of the sources.
+template <typename Operation, typename T>
+void ReduceTwo(const T* first, const T* second, size_t elements, T* output, T* copy) {
+  if (copy) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < elements; ++i) {
+      output[i] = copy[i] = Operation::Combine(first[i], second[i]);
+    }
+  } else {
+#pragma GCC ivdep
+    for (size_t i = 0; i < elements; ++i) output[i] = Operation::Combine(first[i], second[i]);
+  }
+}
+
 template <typename Dtype, typename Operation>
 void ReduceTyped(const void* const* sources, int count, size_t bytes, void* output, void* copy) {
   using Stored = typename Dtype::Stored;
   using Computed = typename Dtype::Computed;
   const size_t elements = bytes / sizeof(Stored);
+  if constexpr (std::is_same_v<Stored, Computed>) {
+    if (count == 2) {
+      return ReduceTwo<Operation>(static_cast<const Stored*>(sources[0]),
+                                  static_cast<const Stored*>(sources[1]), elements,
+                                  static_cast<Stored*>(output), static_cast<Stored*>(copy));
+    }
+  }
   Computed block[kBlock];
   for (size_t begin = 0; begin < elements; begin += kBlock) {
     const size_t n = std::min(kBlock, elements - begin);

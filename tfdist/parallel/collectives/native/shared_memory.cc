@@ -9,7 +9,9 @@
 //      the other parts of the result from the slots of the others.
 //
 // Counters say how far each process is. A slot may be written again after all processes are done with
-// the round that used it. Slots are small enough that their data stays in the processor's caches.
+// the round that used it. A process that would have to wait for a round goes on with later ones while
+// it has slots: on a busy machine, its peer may not run for a while. There are so few slots that their
+// data stays in the processor's caches.
 #include <errno.h>
 #include <linux/futex.h>
 #include <string.h>
@@ -27,8 +29,8 @@
 namespace tfdist {
 namespace {
 
-constexpr size_t kSlotBytes = 256 << 10;
-constexpr uint32_t kSlots = 4;
+constexpr size_t kSlotBytes = 128 << 10;
+constexpr uint32_t kSlots = 8;
 constexpr int kSpins = 2000;              // looks at a counter, some 50 us, before the process sleeps
 constexpr size_t kWholeBytes = 16 << 10;  // up to here, all processes compute the whole sum
 constexpr size_t kPage = 4096;
@@ -81,21 +83,37 @@ class SharedMemoryCommunicator : public Communicator {
     const uint32_t last = first + std::max<uint32_t>(1, rounds);  // also without data, they meet
     board(rank_)->headers[header.sequence % 2] = header;
 
-    uint32_t posted = first;
-    for (uint32_t round = first; round < last; ++round) {
-      // The next input is posted before this round waits for others.
-      for (; posted < last && posted < round + 2; ++posted) {
-        const size_t offset = (posted - first) * per_round;
-        Post(call, posted, offset, std::min(per_round, total - offset));
+    const bool publishes = header.collective == TFDIST_ALL_REDUCE && !IsWhole(header);
+    auto offset = [&](uint32_t round) { return (round - first) * per_round; };
+    auto bytes = [&](uint32_t round) { return std::min(per_round, total - offset(round)); };
+    // Rounds below these numbers are posted, read and done. The oldest round goes first.
+    uint32_t posted = first, read = first, done = first;
+    while (done != last) {
+      const bool can_post = posted != last && posted - done < kSlots;
+      if (read != done && AllReached(&Board::published, done + 1)) {
+        Gather(call, done, offset(done), bytes(done));
+        Advance(&Board::done, ++done);
+      } else if (posted != read && AllReached(&Board::posted, read + 1)) {
+        for (int r = 0; r < size_ && read == first; ++r) {
+          if (r != rank_) Compare(header, board(r)->headers[header.sequence % 2], r);
+        }
+        Read(call, read, offset(read), bytes(read));
+        ++read;
+        if (publishes) {
+          Advance(&Board::published, read);
+        } else {
+          Advance(&Board::done, done = read);
+        }
+      } else if (can_post && AllReached(&Board::done, posted + 1 - kSlots)) {
+        Post(call, posted, offset(posted), bytes(posted));
+        Advance(&Board::posted, ++posted);
+      } else if (read != done) {
+        AwaitAll(&Board::published, done + 1);
+      } else if (posted != read) {
+        AwaitAll(&Board::posted, read + 1);
+      } else {
+        AwaitAll(&Board::done, posted + 1 - kSlots);
       }
-      for (int r = 0; r < size_; ++r) {
-        if (r == rank_) continue;
-        Await(&Board::posted, round + 1, r);
-        if (round == first) Compare(header, board(r)->headers[header.sequence % 2], r);
-      }
-      const size_t offset = (round - first) * per_round;
-      Read(call, round, offset, std::min(per_round, total - offset));
-      Advance(&Board::done, round + 1);
     }
     next_round_ = last;
   }
@@ -111,9 +129,6 @@ class SharedMemoryCommunicator : public Communicator {
 
   // Writes a round's input into the own slot.
   void Post(const Call& call, uint32_t round, size_t offset, size_t bytes) {
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) Await(&Board::done, round + 1 - kSlots, r);
-    }
     char* own = slot(rank_, round);
     const size_t width = ElementBytes(call.header.dtype);
     switch (call.header.collective) {
@@ -136,18 +151,21 @@ class SharedMemoryCommunicator : public Communicator {
           call.input.CopyTo(own + r * bytes, call.header.bytes / size_ * r + offset, bytes);
         }
     }
-    Advance(&Board::posted, round + 1);
   }
 
-  // Makes a round's output from the slots of all processes.
+  // Makes a round's output from the slots of all processes; of a large all-reduce, the own part.
   void Read(const Call& call, uint32_t round, size_t offset, size_t bytes) {
     const Header& header = call.header;
+    const size_t width = ElementBytes(header.dtype);
     switch (header.collective) {
       case TFDIST_ALL_REDUCE:
         if (IsWhole(header)) {
           ReduceSlots(call, round, 0, offset, offset, bytes, nullptr);
         } else {
-          AllReduceParts(call, round, offset, bytes);
+          const size_t begin = PartBegin(bytes, width, rank_, size_);
+          const size_t end = PartBegin(bytes, width, rank_ + 1, size_);
+          ReduceSlots(call, round, begin, offset + begin, offset + begin, end - begin,
+                      slot(rank_, round) + begin);
         }
         break;
       case TFDIST_REDUCE_SCATTER:
@@ -173,16 +191,14 @@ class SharedMemoryCommunicator : public Communicator {
     }
   }
 
-  void AllReduceParts(const Call& call, uint32_t round, size_t offset, size_t bytes) {
+  // Copies the other processes' parts of a large all-reduce.
+  void Gather(const Call& call, uint32_t round, size_t offset, size_t bytes) {
     const size_t width = ElementBytes(call.header.dtype);
-    auto begin = [&](int r) { return PartBegin(bytes, width, r, size_); };
-    ReduceSlots(call, round, begin(rank_), offset + begin(rank_), offset + begin(rank_),
-                begin(rank_ + 1) - begin(rank_), slot(rank_, round) + begin(rank_));
-    Advance(&Board::published, round + 1);
     for (int i = 1; i < size_; ++i) {
       const int r = (rank_ + i) % size_;
-      Await(&Board::published, round + 1, r);
-      call.output.CopyFrom(slot(r, round) + begin(r), offset + begin(r), begin(r + 1) - begin(r));
+      const size_t begin = PartBegin(bytes, width, r, size_);
+      const size_t end = PartBegin(bytes, width, r + 1, size_);
+      call.output.CopyFrom(slot(r, round) + begin, offset + begin, end - begin);
     }
   }
 
@@ -213,12 +229,27 @@ class SharedMemoryCommunicator : public Communicator {
     }
   }
 
+  static bool Reached(const Counter& counter, uint32_t value) {  // counters wrap around
+    return static_cast<int32_t>(counter.load(std::memory_order_acquire) - value) >= 0;
+  }
+
+  bool AllReached(Counter Board::*of_board, uint32_t value) const {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_ && !Reached(board(r)->*of_board, value)) return false;
+    }
+    return true;
+  }
+
+  void AwaitAll(Counter Board::*of_board, uint32_t value) {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) Await(of_board, value, r);
+    }
+  }
+
   // Waits until a counter of a peer has reached a value.
   void Await(Counter Board::*of_board, uint32_t value, int peer) {
     Counter& counter = board(peer)->*of_board;
-    auto reached = [&] {  // counters wrap around
-      return static_cast<int32_t>(counter.load(std::memory_order_acquire) - value) >= 0;
-    };
+    auto reached = [&] { return Reached(counter, value); };
     for (int i = 0; i < kSpins; ++i) {
       if (reached()) return;
       Pause();

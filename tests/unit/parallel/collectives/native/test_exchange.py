@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.unit.parallel.collectives.native.peers import KINDS, WAIT_S, Peers, connect, require
+from tfdist.cluster import json_channel
 from tfdist.parallel.collectives.native import connections
 from tfdist.parallel.collectives.native.library import (
     ALL_GATHER,
@@ -291,6 +292,27 @@ def among_a_crowd(rank, gather, tcp):
 def test_strangers_that_hold_connections_keep_no_worker_out(tcp):
     with Peers(2, among_a_crowd, tcp) as peers:
         assert peers.finish() == [0, 1]
+
+
+def introduced_late(rank, gather, kind):
+    """Connect so that the first worker's data arrives before its introduction is read."""
+    receive = json_channel.Channel.receive
+
+    def receive_late(channel, timeout):
+        time.sleep(0.3 if rank else 0)
+        return receive(channel, timeout)
+
+    json_channel.Channel.receive = receive_late
+    exchange = connect(kind, rank, 2, gather, connect_s=5.0)
+    (total,) = exchange.run(ALL_REDUCE, "sum", [np.float32([rank, 2])])
+    return total.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_worker_that_is_slow_to_start_misses_no_data(kind):
+    require(kind)
+    with Peers(2, introduced_late, kind) as peers:
+        assert peers.finish() == [[1.0, 4.0]] * 2
 
 
 def shared_files():
