@@ -27,9 +27,9 @@ from tfdist.train.synchronous.replica_step import local_replica, moving_state
 # metrics are mostly counts, such as confusion matrices, whose sums are exact.
 MAX_PARTS = 1 << 16
 
-# Number of times that the metrics of a single worker are read without tracing a function, which
-# costs as much as 20 readings: a short `fit` reads them twice.
-UNTRACED = 4
+# Number of times that the metrics of a single worker are read without tracing a function. The trace
+# costs as much as 15 to 20 of these readings, and a short `fit` has two to six.
+UNTRACED = 8
 
 
 class ReplicaState:
