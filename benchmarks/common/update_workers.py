@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD, momentum": ("SGD", {"momentum": 0.9}),
     "SGD, Nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
     "RMSprop, momentum": ("RMSprop", {"momentum": 0.9}),
+    "Adagrad": ("Adagrad", {}),
 }
 UPDATES = "tfdist", "Keras"
 

@@ -110,16 +110,16 @@ def hand_loop(job: Job) -> tuple[int, Measures]:
     import tensorflow as tf
 
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    own = [array[job.cluster.rank :: job.workers] for array in _examples()]
+    own = [array[job.cluster.rank :: job.workers] for array in examples()]
     with strategy.scope():
-        model, optimizer = _built(keras, job)
-    lone_model, lone_optimizer = _built(
+        model, optimizer = built(keras, job)
+    lone_model, lone_optimizer = built(
         keras, job
     )  # outside of the scope: what one worker does by itself
     batches = iter(
-        strategy.distribute_datasets_from_function(lambda _: _dataset(own, job.model.replica_batch))
+        strategy.distribute_datasets_from_function(lambda _: dataset(own, job.model.replica_batch))
     )
-    lone_batches = iter(_dataset(own, job.model.replica_batch))
+    lone_batches = iter(dataset(own, job.model.replica_batch))
 
     def gradients_of(model, batch):
         images, labels = batch
@@ -187,7 +187,7 @@ def ddp(job: Job) -> tuple[int, Measures]:
     loss_of = nn.CrossEntropyLoss()
 
     images, labels = (
-        torch.from_numpy(array[job.cluster.rank :: job.workers]) for array in _examples()
+        torch.from_numpy(array[job.cluster.rank :: job.workers]) for array in examples()
     )
     rows = data.TensorDataset(images.reshape(-1, 1, SIDE, SIDE), labels)
     # Whole batches are indexed at once: much faster than the loader's default of one row at a time.
@@ -227,10 +227,10 @@ def _fit(
     One epoch is the warm-up, the next one is timed.
     """
     with strategy.scope():
-        model, optimizer = _built(keras, job)
+        model, optimizer = built(keras, job)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=["accuracy"])
-    batches = _dataset(_examples(), job.model.replica_batch * job.workers)
+    batches = dataset(examples(), job.model.replica_batch * job.workers)
 
     class Clock(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -261,7 +261,7 @@ def _fit(
     }
 
 
-def _built(keras, job: Job):
+def built(keras, job: Job):
     """Return the model and its optimizer, in either Keras."""
     layers = keras.layers
     filters = job.model.filters
@@ -275,7 +275,7 @@ def _built(keras, job: Job):
     return model, optimizer
 
 
-def _examples() -> tuple[np.ndarray, np.ndarray]:
+def examples() -> tuple[np.ndarray, np.ndarray]:
     """Return images `[EXAMPLES, SIDE, SIDE, 1]` and labels `[EXAMPLES]`, equal in every process."""
     random = np.random.default_rng(0)
     return random.random((EXAMPLES, SIDE, SIDE, 1), np.float32), random.integers(
@@ -283,7 +283,7 @@ def _examples() -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _dataset(arrays, batch: int):
+def dataset(arrays, batch: int):
     import tensorflow as tf
 
     return (

@@ -8,16 +8,18 @@ A kernel also holds the locks of a variable and its slots. Workers that train by
 parameter servers would otherwise find a momentum without its velocity, and move a weight by
 thousands of steps.
 
-A fused update equals that of Keras up to the rounding of float32. Everything else is left to Keras:
-clipping, weight decay, moving averages, accumulation, loss scaling, variables of other dtypes,
-sparse gradients of SGD without momentum, optimizers without a kernel, and classes that define
-`update_step` themselves.
+A fused update equals that of Keras up to the rounding of float32. The weight decay of an optimizer
+that has a kernel is a kernel too, which makes a second pass: none of TensorFlow's kernels decays a
+weight and updates it. Everything else is left to Keras: clipping, moving averages, accumulation,
+loss scaling, variables of other dtypes, sparse gradients of SGD without momentum and of Adagrad,
+optimizers without a kernel, and classes that define `update_step` themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,9 +46,10 @@ def fused() -> Iterator[None]:
 
 
 def hook_updates() -> None:
-    """Hook `update_step` of the optimizers that have a kernel."""
+    """Hook `update_step` of the optimizers that have a kernel, and weight decay."""
     for cls, update in _UPDATES.items():
         _hook(cls, update)
+    _hook_weight_decay()
 
 
 def _hook(cls: Any, update: Callable[..., bool]) -> None:
@@ -62,7 +65,47 @@ def _hook(cls: Any, update: Callable[..., bool]) -> None:
         if not fuses or not update(self, gradient, variable, learning_rate):
             keras_method(self, gradient, variable, learning_rate)
 
+    update_step.tfdist_fused = True  # type: ignore[attr-defined]
     cls.update_step = update_step
+
+
+def _hook_weight_decay() -> None:
+    """Hook the weight decay of the optimizers that have a kernel."""
+    keras_method = keras.optimizers.Optimizer._apply_weight_decay
+
+    @functools.wraps(keras_method)
+    def apply_weight_decay(self, variables):
+        fuses = (
+            getattr(_state, "scalars", None) is not None
+            and self.weight_decay is not None
+            and hasattr(type(self).update_step, "tfdist_fused")
+        )
+        values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        if not fuses or any(v.dtype != tf.float32 for v in values):
+            keras_method(self, variables)
+            return
+
+        factor = keras.ops.cast(self.learning_rate, "float32") * self.weight_decay
+
+        def decay_all(strategy, values):
+            for value in values:
+                decay = functools.partial(_decay, self, factor=factor)
+                strategy.extended.update(value, decay, group=False)
+
+        tf.__internal__.distribute.interim.maybe_merge_call(
+            decay_all, self._distribution_strategy, values
+        )
+
+    keras.optimizers.Optimizer._apply_weight_decay = apply_weight_decay
+
+
+def _decay(optimizer: Any, variable: tf.Variable, factor: tf.Tensor) -> None:
+    """Subtract so much of a variable from itself, unless its optimizer excludes it."""
+    if optimizer._use_weight_decay(variable):
+        (factor,) = _scalars(optimizer, variable, factor, lambda factor: (factor,))
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable.handle, alpha=factor, delta=variable.read_value(), use_locking=True
+        )
 
 
 def _fits(gradient: Any, variable: Any) -> bool:
@@ -198,6 +241,33 @@ def _correction(beta_1: Any, beta_2: Any, step: Any) -> tf.Tensor | float:
     return tf.cast(tf.sqrt(kernel_2 / keras_2) * keras_1 / kernel_1, tf.float32)
 
 
+def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
+    """Update a variable as Adagrad does; return False if no kernel can.
+
+    Keras divides by `sqrt(accumulator + epsilon)`, the kernel by `sqrt(accumulator) + epsilon`. The
+    epsilon passed makes both equal where the accumulator is at its initial value, from which it
+    only grows. Beyond it, they differ by at most `epsilon / (8 * initial value)` of their value.
+    """
+    first, epsilon = optimizer.initial_accumulator_value, optimizer.epsilon
+    if isinstance(gradient, tf.IndexedSlices):  # Keras updates only its rows
+        return False
+    if not all(isinstance(x, float) for x in (first, epsilon)) or not 0 <= epsilon <= 2e-6 * first:
+        return False
+    slots = _slots(optimizer, variable, optimizer._accumulators)
+    if slots is None:
+        return False
+    (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
+    tf.raw_ops.ResourceApplyAdagradV2(
+        var=variable.handle,
+        accum=slots[0],
+        lr=rate,
+        epsilon=math.sqrt(first + epsilon) - math.sqrt(first),
+        grad=_dense(gradient, variable),
+        use_locking=True,
+    )
+    return True
+
+
 def _sgd(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
     """Update a variable as SGD does, with momentum or without; return False if no kernel can."""
     if optimizer.momentum == 0:
@@ -259,6 +329,7 @@ def _rmsprop(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
 # AdamW inherits the `update_step` of Adam.
 _UPDATES: dict[type, Callable[..., bool]] = {
     keras.optimizers.Adam: _adam,
+    keras.optimizers.Adagrad: _adagrad,
     keras.optimizers.SGD: _sgd,
     keras.optimizers.RMSprop: _rmsprop,
 }

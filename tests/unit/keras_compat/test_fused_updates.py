@@ -54,15 +54,18 @@ FUSED = {
         "ResourceApplyKerasMomentum",
     ),
     "rmsprop, momentum": (OPTIMIZERS.RMSprop, {"momentum": 0.9}, "ResourceApplyRMSProp"),
+    "adagrad": (OPTIMIZERS.Adagrad, {}, "ResourceApplyAdagradV2"),
 }
+DECAY = "ResourceApplyGradientDescent"
+ROWS_ONLY = ("sgd", "adagrad")  # of a sparse gradient, Keras updates only these
 UNFUSED = {
     "amsgrad": (OPTIMIZERS.Adam, {"amsgrad": True}),
     "rmsprop": (OPTIMIZERS.RMSprop, {}),
     "rmsprop, centered": (OPTIMIZERS.RMSprop, {"momentum": 0.9, "centered": True}),
-    "adagrad": (OPTIMIZERS.Adagrad, {}),
-    "lion": (OPTIMIZERS.Lion, {}),
+    "adagrad, small accumulator": (OPTIMIZERS.Adagrad, {"initial_accumulator_value": 1e-3}),
+    "lion": (OPTIMIZERS.Lion, {"weight_decay": 0.1}),
     "nadam": (OPTIMIZERS.Nadam, {}),
-    "subclass": (of_keras(OPTIMIZERS.Adam), {}),
+    "subclass": (of_keras(OPTIMIZERS.Adam), {"weight_decay": 0.1}),
 }
 OPTIONS = {
     "plain": {},
@@ -108,6 +111,11 @@ def trained(optimizer, change=lambda step, optimizer: None, eager=False):
     return state, set() if eager else kernels(traced.get_concrete_function(gradients()[0]))
 
 
+def expected_kernels(options, kernel):
+    decays = options.get("weight_decay") is not None
+    return {kernel, DECAY} if decays else {kernel}
+
+
 def kernels(function):
     """Return the types of training kernels in a function and the functions that it calls."""
     graph = function.graph.as_graph_def()
@@ -133,7 +141,7 @@ def test_a_fused_update_equals_that_of_keras(name, option):
     options = options | OPTIONS[option]
     state, found = trained(made(cls, **options))
     expected, unfused = trained(made(of_keras(cls), **options))
-    assert (found, unfused) == ({kernel}, set())
+    assert (found, unfused) == (expected_kernels(options, kernel), set())
     assert_equal(state, expected)
 
 
@@ -277,7 +285,7 @@ def test_a_sparse_gradient_is_one_update_for_other_threads(name):
     state, used = trained_by_rows(made(cls, **options))
     expected, _ = trained_by_rows(made(of_keras(cls), **options))
     assert_equal(state, expected)
-    assert used == (set() if name == "sgd" else {kernel})
+    assert used == (set() if name in ROWS_ONLY else expected_kernels(options, kernel))
 
 
 def test_sparse_gradients_and_overwritten_variables_equal_those_of_keras():
@@ -355,7 +363,7 @@ def test_strategies_fuse_updates(name):
     strategy = STRATEGIES[name]()
     state, found = fitted(strategy, lambda: OPTIMIZERS.AdamW(0.02))
     expected, unfused = fitted(strategy, lambda: of_keras(OPTIMIZERS.AdamW)(0.02))
-    assert (found, unfused) == ({"ResourceApplyAdam"}, set())
+    assert (found, unfused) == ({"ResourceApplyAdam", DECAY}, set())
     assert_equal(state, expected)
 
 

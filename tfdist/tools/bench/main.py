@@ -84,6 +84,9 @@ def _bench(
             flags.threads,
             settings.data.cache,
             settings.train.steps_per_execution,
+            settings.strategy.communication,
+            settings.sync.comm_dtype,
+            settings.sync.kind,
         )
         setups = tuple(
             dataclasses.replace(each, reason=reason(each, baseline(setups, each), facts))

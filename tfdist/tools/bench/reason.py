@@ -10,6 +10,7 @@ from tfdist.telemetry.step_records import PARTS
 from tfdist.tools.bench.results import Setup
 
 GOOD = 0.95  # efficiency at or above which no cause is reported
+NARROWED = 1e6  # bytes of gradients from which fewer bytes make a sum notably faster
 UNEVEN = 1.1  # ratio to the other workers' mean work from which a worker is a straggler
 SHORT = {
     "input": "waiting for input",
@@ -33,6 +34,9 @@ class Facts:
             process.
         cache: Whether the config keeps the examples in memory. Default: False.
         steps_per_execution: Steps in each call of Keras' train function. Default: 1.
+        communication: Collectives between workers, as in `make_strategy`. Default: "auto".
+        comm_dtype: Data type of the tensors that are sent; None: that of the gradients.
+        sync: Kind of synchronization policy, as in the config. Default: "gradients".
     """
 
     cores: int
@@ -40,6 +44,9 @@ class Facts:
     threads: int | None = None
     cache: bool = False
     steps_per_execution: int = 1
+    communication: str = "auto"
+    comm_dtype: str | None = None
+    sync: str = "gradients"
 
 
 def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
@@ -196,13 +203,14 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
     if part == "input":
         return f": {times}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
-        speed = setup.bytes / measured
+        sent = setup.bytes // 2 if facts.comm_dtype else setup.bytes
+        speed = sent / measured
         speed_text = (
             f"at {format_bytes(speed)}/s"
             if speed >= 10e6
             else f"in {milliseconds(measured)}, which is latency"
         )
-        return f": {format_bytes(setup.bytes)} a step {speed_text}; {_sync_remedy(setup)}"
+        return f": {format_bytes(sent)} a step {speed_text}; {_sync_remedy(setup, facts)}"
     if part == "update":
         return (
             f", which each replica does in full: {times}; a larger batch would help, as it comes "
@@ -215,16 +223,24 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
     return _compute(setup, facts, times, float(share))
 
 
-def _sync_remedy(setup: Setup) -> str:
+def _sync_remedy(setup: Setup, facts: Facts) -> str:
     if setup.strategy == "central_storage":
         return (
             "mirrored would help, which neither gathers gradients at one device nor copies "
             "variables out of it"
         )
-    return (
-        'a larger batch would help, as the sum stays as large (so would sync="bfloat16" or local '
-        "SGD, see docs/sync.md)"
-    )
+    others = []
+    if facts.comm_dtype is None and setup.bytes >= NARROWED:
+        others.append('sync="bfloat16"')
+    if facts.sync == "gradients":
+        others.append("local SGD")
+    also = f" (so would {' or '.join(others)}, see docs/sync.md)" if others else ""
+    larger = f"a larger batch would help, as the sum stays as large{also}"
+    if setup.workers > 1 and facts.on_cpu and facts.communication != "native":
+        return (
+            f'strategy.communication="native" would help, whose sums are faster on CPUs; {larger}'
+        )
+    return larger
 
 
 def _input_remedy(facts: Facts) -> str:

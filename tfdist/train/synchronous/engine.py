@@ -286,6 +286,8 @@ class Engine(Hooks):
         in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if not tf.executing_eagerly() or in_replica or runner is None or runner.model is not model:
             return keras_method(model)
+        if self._replica_state(model).reads_metrics:
+            return keras_method(model)
         return runner.end_epoch()
 
     def prepare(self, model: keras.Model) -> None:

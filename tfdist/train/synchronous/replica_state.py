@@ -27,6 +27,10 @@ from tfdist.train.synchronous.replica_step import local_replica, moving_state
 # metrics are mostly counts, such as confusion matrices, whose sums are exact.
 MAX_PARTS = 1 << 16
 
+# Number of times that the metrics of a single worker are read without tracing a function. The trace
+# costs as much as 15 to 20 of these readings, and a short `fit` has two to six.
+UNTRACED = 8
+
 
 class ReplicaState:
     """Collectives of one model outside of its steps.
@@ -35,7 +39,12 @@ class ReplicaState:
         strategy: Synchronous strategy.
         placement: Numbers of workers and replicas.
         model: The model.
+
+    Attributes:
+        reads_metrics: Whether `metrics` calls the model's `get_metrics_result`.
     """
+
+    reads_metrics = False
 
     def __init__(self, strategy: tf.distribute.Strategy, placement: Placement, model: keras.Model):
         self._strategy = strategy
@@ -44,6 +53,7 @@ class ReplicaState:
         self._model = weakref.proxy(model)
         self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
         self._sum_parts: Callable | None = None
+        self._untraced = 0  # times that `metrics` has traced no function
         self._bound = strategy.tfdist_engine.watchdog.bound
 
     def metrics(
@@ -59,6 +69,10 @@ class ReplicaState:
             The result of `model.get_metrics_result()`, the result of each metric in `indices`
             by its index, and the notes of all workers, `[workers, n]`.
         """
+        if self._placement.workers == 1 and self._untraced < UNTRACED:
+            self._untraced += 1
+            results, own_results = self._results(self._totals_in_process(), indices)
+            return *_as_numpy((results, own_results)), note[None]
         note_tensor = tf.constant(note, tf.float64)
         variables = metric_variables(self._model)
         # Whether a metric is gathered is known after its first update only.
@@ -71,11 +85,7 @@ class ReplicaState:
         )
         with self._bound():
             results, own_results, notes = function(note_tensor)
-        return (
-            tf.nest.map_structure(lambda x: x.numpy(), results),
-            tf.nest.map_structure(lambda x: x.numpy(), own_results),
-            notes.numpy(),
-        )
+        return *_as_numpy((results, own_results)), notes.numpy()
 
     def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
         """Return the values of variables that all replicas share, copied to the host.
@@ -321,19 +331,34 @@ class ReplicaState:
         *parts, notes = tf.split(total, [*(int(np.prod(v.shape)) for v in variables), -1])
         return [tf.reshape(p, v.shape) for p, v in zip(parts, variables, strict=True)], notes
 
+    def _totals_in_process(self) -> list[tf.Tensor]:
+        """Return the totals of the metrics' variables over the replicas of the only worker."""
+        replicas = self._placement.replicas
+        totals = []
+        with self._strategy.scope():  # otherwise a copy would be the sum of all copies
+            for v in metric_variables(self._model):
+                parts = [_share_of(v, local_component(v, i), i, replicas) for i in range(replicas)]
+                totals.append(tf.reshape(tf.add_n(parts), v.shape))
+        return totals
+
     def _metrics(self, note, indices):
+        totals, notes = self._totals(metric_variables(self._model), note)
+        return *self._results(totals, indices), tf.reshape(notes, [self._placement.workers, -1])
+
+    def _results(self, totals: Sequence[tf.Tensor], indices: Sequence[int]) -> tuple[Any, Any]:
+        """Return the metrics' results for these totals of their variables; see `metrics`."""
         variables = metric_variables(self._model)
-        totals, notes = self._totals(variables, note)
         values = [tf.cast(total, v.dtype) for total, v in zip(totals, variables, strict=True)]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-            results = self._model.get_metrics_result()
             metrics = metrics_of(self._model)
+            self.reads_metrics = True
+            try:
+                results = self._model.get_metrics_result()
+            finally:
+                self.reads_metrics = False
             own_results = {i: metrics[i].result() for i in indices}
             # A result may be a variable, which has these values only here.
-            results, own_results = tf.nest.map_structure(
-                tf.convert_to_tensor, (results, own_results)
-            )
-        return results, own_results, tf.reshape(notes, [self._placement.workers, -1])
+            return tf.nest.map_structure(tf.convert_to_tensor, (results, own_results))
 
     def _sync_statistics(self):
         def average():
@@ -460,6 +485,10 @@ def _total_of(variable: keras.Variable, parts: np.ndarray) -> np.ndarray:
     if variable.aggregation == "sum":
         return parts.sum(0)
     return parts.mean(0) if variable.aggregation == "mean" else parts[0]
+
+
+def _as_numpy(tensors: Any) -> Any:
+    return tf.nest.map_structure(lambda x: x.numpy(), tensors)
 
 
 def _all_sum(x, replicas: int):

@@ -248,6 +248,32 @@ def test_remedies_follow_the_config():
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "workers", "facts", "remedies"),
+    [
+        (50_000_000, 2, {}, ("native", "larger", "bfloat16", "local SGD")),
+        (200_000, 2, {}, ("native", "larger", "local SGD")),
+        (50_000_000, 1, {}, ("larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, {"on_cpu": False}, ("larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, {"communication": "native"}, ("larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, {"comm_dtype": "bfloat16"}, ("native", "larger", "local SGD")),
+        (50_000_000, 2, {"sync": "local_sgd"}, ("native", "larger", "bfloat16")),
+    ],
+)
+def test_remedies_of_slow_sums_are_not_in_use_yet(size, workers, facts, remedies):
+    slow = setup(
+        bytes=size,
+        workers=workers,
+        rates=6400,
+        step_breakdown=parts(**IDEAL, gradient_sync=60),
+    )
+    found = sentence(slow, Facts(cores=2, **facts))
+    every = ("native", "larger", "bfloat16", "local SGD")
+    assert tuple(word for word in every if word in found) == remedies
+    sent = "25 MB" if "comm_dtype" in facts else "50 MB" if size > 10**6 else "200 kB"
+    assert sent in found
+
+
 def test_the_slowest_worker_is_named_where_there_is_one():
     quick = parts(**IDEAL, wait=5)
     slow = parts(forward_backward=9, update=0.5, host=0.5)

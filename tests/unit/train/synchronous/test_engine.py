@@ -101,6 +101,20 @@ def test_callbacks_read_and_set_variables_as_with_one_replica(name):
     assert (float(model.optimizer.learning_rate), int(model.optimizer.iterations)) == (0.125, 10)
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+def test_results_of_the_first_epochs_are_read_without_tracing(strategy, request):
+    x, y = data(22)  # uneven batches
+    model = compiled(request.getfixturevalue(strategy), metrics=["accuracy"])
+    model.optimizer.learning_rate = 0.0
+    history = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+    state = model.distribute_strategy.tfdist_engine._replica_states[model]
+    assert not state._functions
+    more = model.fit(x, y, batch_size=7, epochs=6, shuffle=False, verbose=0).history
+    assert any(name.startswith("metrics") for name in state._functions)
+    for name, values in history.items():
+        np.testing.assert_allclose([*values, *more[name]], values[0], rtol=1e-6)
+
+
 def test_a_callback_that_watches_batches_sees_each_step(mirrored, calls):
     x, y = data()
     watched, free = (compiled(mirrored, metrics=["accuracy"]) for _ in range(2))

@@ -1,0 +1,110 @@
+"""Measure steps and first steps of `fit` on one device in a process of one core, on orders.
+
+Nothing is compared here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.workers import EXAMPLES, Model, built, dataset, examples
+
+FRAMEWORKS = "tfdist", "keras", "tf_keras"
+INPUTS = "arrays", "tf.data", "generator"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Describe a process: framework of `FRAMEWORKS`, model, and core."""
+
+    framework: str
+    model: Model
+    core: int
+
+
+def serve(job: Job) -> tuple[int, Callable[..., tuple[float, float]]]:
+    """Return the model's parameter count, and a function that measures steps of `fit`.
+
+    An order is an input of `INPUTS` and a number of steps; the answer is the CPU seconds and the
+    seconds per step.
+    """
+    keras, scope = _framework(job)
+    model = _compiled(keras, scope, job)
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.ends = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.ends.append((time.process_time(), time.perf_counter()))
+
+    def measure(kind: str, steps: int) -> tuple[float, float]:
+        clock = Clock()
+        data, per_epoch = _data(kind, job.model.replica_batch, steps)
+        epochs = 1 + max(1, steps // per_epoch)  # the first one warms up
+        model.fit(**data, epochs=epochs, verbose=0, callbacks=[clock])
+        timed = (epochs - 1) * per_epoch
+        cpu, wall = ((b - a) / timed for a, b in zip(clock.ends[0], clock.ends[-1], strict=True))
+        return cpu, wall
+
+    return model.count_params(), measure
+
+
+def first_step(job: Job) -> tuple[float, Callable[..., float]]:
+    """Return the CPU seconds of `compile` and the first step, and a function that measures both.
+
+    The function is called with an input of `INPUTS`, and does so for another model.
+    """
+    keras, scope = _framework(job)
+
+    def measure(kind: str) -> float:
+        data, _ = _data(kind, job.model.replica_batch, 1)
+        began = time.process_time()
+        _compiled(keras, scope, job).fit(**data, epochs=1, verbose=0)
+        return time.process_time() - began
+
+    return measure("tf.data"), measure
+
+
+def _framework(job: Job) -> tuple[Any, Callable[[], contextlib.AbstractContextManager]]:
+    """Return a module of Keras, and a function that makes the context to build models in."""
+    os.sched_setaffinity(0, {job.core})  # before TensorFlow counts cores and makes threads
+    if job.framework == "tf_keras":
+        import tf_keras
+
+        return tf_keras, contextlib.nullcontext
+    import keras
+
+    if job.framework == "keras":
+        return keras, contextlib.nullcontext
+    import tfdist
+
+    return keras, tfdist.make_strategy("one_device", devices="cpu").scope
+
+
+def _compiled(keras, scope: Callable[[], contextlib.AbstractContextManager], job: Job):
+    with scope():
+        model, optimizer = built(keras, job)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+def _data(kind: str, batch: int, steps: int) -> tuple[dict[str, Any], int]:
+    """Return arguments of `fit`, and the number of steps of an epoch."""
+    x, y = examples()
+    if kind == "arrays":
+        per_epoch = min(steps, EXAMPLES // batch)
+        rows = per_epoch * batch
+        return {"x": x[:rows], "y": y[:rows], "batch_size": batch}, per_epoch
+    if kind == "tf.data":
+        return {"x": dataset((x, y), batch), "steps_per_epoch": steps}, steps
+    starts = itertools.cycle(range(0, EXAMPLES - batch + 1, batch))
+    batches = ((x[i : i + batch], y[i : i + batch]) for i in starts)
+    return {"x": batches, "steps_per_epoch": steps}, steps
