@@ -437,8 +437,8 @@ class Engine(Hooks):
         """Return a context in which the chief reads sharded variables whole."""
         return as_plain(model, self.placement.workers, self.placement.is_chief)
 
-    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """Return the values of a model's variables, copied to the host."""
+    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """Return the values of a model's variables, which later updates do not change."""
         return self._replica_state(model).values(variables)
 
     def metric_totals(self, model: keras.Model) -> tuple[list, list]:

@@ -77,13 +77,15 @@ class ReplicaState:
             notes.numpy(),
         )
 
-    def values(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """Return the values of variables that all replicas share, copied to the host.
+    def values(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """Return the values of variables that all replicas share.
 
-        One call for all variables takes a third of the time of one call per variable.
+        One call for all variables takes a third of the time of one call per variable. Nothing is
+        copied: TensorFlow's next update of a variable writes to other memory as long as the tensor
+        lives.
         """
         read = self._traced("values", variables, lambda: [tf.identity(v.value) for v in variables])
-        return [value.numpy() for value in read()]
+        return read()
 
     def forget(self) -> None:
         """Release the variables that `values` last read."""
