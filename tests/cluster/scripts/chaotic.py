@@ -63,8 +63,10 @@ def main(directory, save_freq="3", name="auto"):
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
         )
+    sharded = name == "fsdp"
     strategy = tfdist.make_strategy(
-        name, **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {})
+        "auto" if sharded else name,
+        **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {}),
     )
     from tfdist import data
 
@@ -80,6 +82,8 @@ def main(directory, save_freq="3", name="auto"):
                 keras.layers.Dense(1),
             ]
         )
+        if sharded:
+            tfdist.parallel.fsdp(model)
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=[Seen()])
     callbacks = [
         tfdist.BackupAndRestore(

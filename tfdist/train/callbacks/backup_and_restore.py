@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import re
 import time
@@ -520,7 +519,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._saved_at = time.monotonic()
         totals: list = []
         parts: list = []
+        own: list = []
         if step:
+            own = [] if self._train_totals else self._engine.own_metrics(self.model)
+        if step and not own:
             totals, parts = self._train_totals or self._engine.metric_totals(self.model)
         synced = self._engine.sync_totals(self.model)
         files: list[str] = []
@@ -534,7 +536,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             files = sharded_snapshot.save(self.model, self._engine, self.store)
         if not self.writes:
             return
-        model_state = state.of_model(self.model, functools.partial(self._engine.values, self.model))
+
+        def read(variables: Sequence[keras.Variable]) -> list[Any]:
+            nonlocal totals
+            values = self._engine.values(self.model, [*variables, *own])  # in one call
+            totals = values[len(variables) :] if own else totals
+            return values[: len(variables)]
+
+        model_state = state.of_model(self.model, read)
         random_state = state.of_random()
         facts = {
             **model_state.facts,

@@ -41,6 +41,7 @@ class MemorySnapshots:
         # The server answers when all parts are there, so none may wait for another one here.
         self._threads = concurrent.futures.ThreadPoolExecutor(2, "tfdist-memory")
         self._saving: list[concurrent.futures.Future] = []
+        self._is_sharded: bool | None = None
         self._first_replicas: list[float] | None = None  # of the workers
         self._pieces: Callable[[str], list[Piece]] | None = None
 
@@ -115,9 +116,11 @@ class MemorySnapshots:
             The number of parts of the snapshot, of which part 0 is the chief's.
         """
         self._finish()
-        rows = state.rows_of_model(model)
-        if not rows:
+        if self._is_sharded is None:
+            self._is_sharded = state.is_sharded(model)
+        if not self._is_sharded:
             return 1
+        rows = state.rows_of_model(model)
         first = float(engine.replicas()[1])
         if self._first_replicas is None:
             self._first_replicas = [numbers[0] for numbers in engine.all_gather([first])]

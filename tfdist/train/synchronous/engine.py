@@ -446,6 +446,13 @@ class Engine(Hooks):
         self._replica_state(model).sync_replicas()
         return self._replica_state(model).parts(metric_variables(model))
 
+    def own_metrics(self, model: keras.Model) -> list[keras.Variable]:
+        """Return the variables of the metrics if there is one replica; see `Hooks.own_metrics`."""
+        if self.placement.replicas > 1:
+            return []
+        self._replica_state(model).sync_replicas()
+        return metric_variables(model)
+
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
         """Restore the values that `metric_totals` returned."""
         self._replica_state(model).set_totals(metric_variables(model), totals, parts)

@@ -8,6 +8,7 @@ equals averaging them every step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -174,7 +175,7 @@ class ReplicaState:
             parts: Values as `parts` returns them, for the same number of replicas; others are
                 ignored.
         """
-        with self._strategy.scope():
+        with self._strategy.scope() if variables else contextlib.nullcontext():
             for i, (variable, total) in enumerate(zip(variables, totals, strict=True)):
                 shape = (self._placement.replicas, *np.shape(total))
                 own = parts[i] if i < len(parts) and np.shape(parts[i]) == shape else None
