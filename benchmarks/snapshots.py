@@ -43,14 +43,15 @@ STEPS = 20  # of an epoch of a large model; that of the CNN has 24
 INTERVAL = 10
 # Model's snapshot in MB, 0 for the CNN; workers; kinds of saves with their intervals.
 SETUPS = (
-    (0, 1, (("disk", 10), ("memory", 10), ("both", 10), ("memory", 2))),
-    (0, 2, (("disk", 10), ("memory", 10), ("both", 10))),
-    (3, 1, (("disk", 10), ("memory", 10))),
-    (50, 1, (("disk", 10), ("memory", 10))),
-    (500, 1, (("disk", 10), ("memory", 10))),
+    (0, 1, (("pause", 10), ("disk", 10), ("memory", 10), ("both", 10), ("memory", 2))),
+    (0, 2, (("pause", 10), ("disk", 10), ("memory", 10), ("both", 10))),
+    (3, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
+    (50, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
+    (500, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
 )
 TITLES = {
     "none": "no saves",
+    "pause": "pauses every {}, without a save",
     "disk": "on the disk every {}",
     "memory": "in memory every {}",
     "both": "in memory every {}, on the disk every 10th of these",
@@ -114,8 +115,9 @@ def report(results: dict[tuple[int, int], Costs], verdicts: list[dict], facts: d
     lines = heading("Cost of snapshots in memory and on the disk", facts)
     lines += [
         "The stall is the time in which training waits for a save, as `tfdist goodput` counts it.",
-        "CPU of the main thread is the part of it that no other process can cause. All are shares",
-        "of the wall time without saves, except that of all CPU time. Medians, min..max.",
+        "CPU of the main thread is the part of it that no other process can cause. Both are shares",
+        "of the wall time without saves. A pause ends a call of several steps, as each save does.",
+        "Medians, min..max.",
         "",
     ]
     lines += table("bar", "bar", "found", "")
@@ -126,6 +128,7 @@ def report(results: dict[tuple[int, int], Costs], verdicts: list[dict], facts: d
         lines += table(
             "saves",
             "ms per step",
+            "throughput lost",
             "stall per save, ms",
             "stall",
             "CPU of the main thread",
@@ -136,6 +139,7 @@ def report(results: dict[tuple[int, int], Costs], verdicts: list[dict], facts: d
             saves = steps / kind[1]
             cells = (
                 [
+                    spread([x / (1 + x) for x in shares(costs, kind, "seconds")], ".1%"),
                     spread([1e3 * cost.stall / saves for cost in each], ".2f"),
                     *(
                         spread(shares(costs, kind, name), ".1%")
@@ -143,7 +147,7 @@ def report(results: dict[tuple[int, int], Costs], verdicts: list[dict], facts: d
                     ),
                 ]
                 if kind[0] != "none"
-                else [""] * 4
+                else [""] * 5
             )
             lines += row(
                 TITLES[kind[0]].format(kind[1]),
