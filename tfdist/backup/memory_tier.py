@@ -55,8 +55,9 @@ class HeldSnapshot:
 class MemoryTier:
     """Client of the snapshot server, for one directory of snapshots.
 
-    Without a server, or where memory is short, a snapshot is not held, which a line in the log says
-    once. Training goes on, and resumes from the disk if it fails.
+    Where memory is short, or the server does not answer in time, no further snapshot is held. Where
+    the server was killed, the next one is. A line in the log says so once. Training goes on, and
+    resumes from the disk if it fails.
 
     Args:
         directory: Directory of the snapshots, by which the server distinguishes trainings.
@@ -79,7 +80,7 @@ class MemoryTier:
         self._connection: socket.socket | None = None
         self._segments: list[_Segment] = []
         self._warned: str | None = None
-        self._full = False  # memory is short: no further try
+        self._given_up = False
 
     def put(self, snapshot: Snapshot, at: Sequence[int], part: int = 0, parts: int = 1) -> bool:
         """Hand over a snapshot, and wait until all its parts are there.
@@ -96,7 +97,7 @@ class MemoryTier:
         Raises:
             Superseded: If a later attempt of the launch has saved already.
         """
-        if self._full:
+        if self._given_up:
             return False
         pieces = list(pack(snapshot))
         size = sum(map(len, pieces))
@@ -113,9 +114,13 @@ class MemoryTier:
             segment.write(pieces)
             answer, _ = self._ask(message, segment.descriptor, PARTS_S)
         except _TooLittleMemory as error:
-            self._full = True
-            self._close_segments()
-            self._warn(f"{error}. Training goes on with snapshots in {self._directory} only.")
+            self._give_up(str(error))
+            return False
+        except TimeoutError:  # the next one would cost as much time
+            self._give_up(
+                f"the snapshot server, or another worker with its part of the snapshot, did not "
+                f"answer in {PARTS_S:g} s"
+            )
             return False
         except OSError as error:
             # The server may hold either segment, so that neither can be written again.
@@ -244,6 +249,14 @@ class MemoryTier:
             connection.close()
             raise
         return connection
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._close_segments()
+        self._warn(
+            f"{reason}. Training goes on with snapshots in {self._directory} only: this process "
+            "saves nothing more in memory."
+        )
 
     def _close_segments(self) -> None:
         for segment in self._segments:

@@ -206,10 +206,9 @@ def test_missing_part_is_waited_for_within_a_bound(server, caplog, monkeypatch):
     tier = tier_of(server)
     assert tier.put(state(1), (0, 1))
     assert not tier.put(state(2), (0, 2), 0, 2)
-    assert "the snapshot server does not answer" in caplog.text
+    assert "or another worker with its part of the snapshot, did not answer in 0.2 s" in caplog.text
     check_held(tier, 1)
-    assert tier.put(state(3), (0, 3))
-    check_held(tier, 3)
+    assert not tier.put(state(3), (0, 3))  # or each save would take that time
     tier.close()
 
 
