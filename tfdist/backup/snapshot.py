@@ -13,6 +13,7 @@ import dataclasses
 import io
 import json
 import math
+import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -93,7 +94,7 @@ def pack(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
     yield checksum.to_bytes(_CHECKSUM, "little")
 
 
-def unpack(content: bytes, name: str) -> Snapshot:
+def unpack(content: bytes | mmap.mmap, name: str) -> Snapshot:
     """Return the snapshot in the content of a file.
 
     Args:
@@ -104,7 +105,7 @@ def unpack(content: bytes, name: str) -> Snapshot:
         Damaged: If the content is not what `pack` returned, byte for byte.
         ValueError: If another version of tfdist wrote the file.
     """
-    file = io.BytesIO(content)
+    file = content if isinstance(content, mmap.mmap) else io.BytesIO(content)
     check(file, name)
     header = layout(file, name)
     view = memoryview(content)

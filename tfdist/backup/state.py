@@ -40,7 +40,7 @@ def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
 
 def of_model(
     model: keras.Model,
-    values: Callable[[Sequence[keras.Variable]], list[np.ndarray]] = each_value,
+    values: Callable[[Sequence[keras.Variable]], list[Any]] = each_value,
     *,
     gathered: bool = False,
 ) -> Snapshot:
@@ -51,7 +51,7 @@ def of_model(
 
     Args:
         model: Built model. Its optimizer is built too, if it has one.
-        values: Function that reads variables.
+        values: Function that reads variables: arrays, or tensors that no update changes.
         gathered: Whether sharded variables are read whole, like others.
 
     Returns:

@@ -175,6 +175,8 @@ class Train:
         precision: Keras' dtype policy.
         steps_per_execution: Number of steps per call of the train function. Logs and callbacks are
             updated every so many steps.
+        memory_freq: Number of steps after which a snapshot is saved in the memory of the host, for
+            restarts by `tfdist launch --restarts`; 0: no such snapshots.
         seed: Seed of initial weights, dropout and the order of examples.
     """
 
@@ -193,6 +195,7 @@ class Train:
     metric_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     precision: str = one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
     steps_per_execution: int = at_least(1, 1)
+    memory_freq: int = at_least(0, 0)
     seed: int = at_least(0, 0)
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ from tfdist.runtime.launch_protocol import (
     read_journal,
 )
 from tfdist.runtime.resource_limits import cores
+from tfdist.runtime.snapshot_server import SnapshotServer, is_supported
 
 
 def _run(flags: argparse.Namespace, words: list[str]) -> int:
@@ -141,11 +142,14 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
                 agent.derive_task_secret(shared, "" if flags.cluster else launch) if shared else ""
             ),
             stragglers=flags.stragglers,
+            snapshot_server=None if snapshot_server is None else snapshot_server.name,
         )
 
     restarts = flags.restarts or flags.replace_stragglers
     standby = not flags.on and bool(restarts if flags.standby is None else flags.standby)
     launch = uuid.uuid4().hex
+    # A snapshot in memory serves the tasks of this host only: all of them have to be here.
+    holds = restarts and not (flags.on or flags.rendezvous or flags.cluster) and is_supported()
 
     def plan_here(attempt: int):
         if fleet is not None:
@@ -164,6 +168,9 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         contextlib.closing(
             Standbys(flags.standby if standby else 0, guardian, log_dir, console.notice)
         ) as standbys,
+        contextlib.closing(SnapshotServer())
+        if holds
+        else contextlib.nullcontext() as snapshot_server,
         launch_on.open_fleet(
             flags,
             words,

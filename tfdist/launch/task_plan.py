@@ -102,6 +102,7 @@ def plan_tasks(
     standby: bool = False,
     secret: str = "",
     stragglers: str | None = None,
+    snapshot_server: str | None = None,
 ) -> list[TaskPlan]:
     """Plan the tasks of a cluster that run on this host.
 
@@ -126,6 +127,7 @@ def plan_tasks(
         secret: Secret that the tasks of this launch share; "" (default) for that of `environ`, if
             any.
         stragglers: Definition of a straggler, for which all tasks measure their steps; or None.
+        snapshot_server: Name of the process that holds their snapshots in memory, or None.
 
     Returns:
         One plan per member, then one per data worker.
@@ -159,12 +161,19 @@ def plan_tasks(
             **(dict.fromkeys(launch_protocol.THREAD_VARIABLES, share) if threads else {}),
             **({} if chaos is None else {launch_protocol.CHAOS: chaos}),
             **({} if stragglers is None else {launch_protocol.STRAGGLERS: stragglers}),
+            **(
+                {}
+                if snapshot_server is None
+                else {launch_protocol.SNAPSHOT_SERVER: snapshot_server}
+            ),
             **({launch_protocol.IMPORTS_FILE: f"{stem}.imports"} if standby else {}),
             **({launch_protocol.TASK_SECRET: secret} if secret else {}),
         }
         full_environ = {**inherited, **task_environ}
         full_environ.pop("TF_CONFIG", None)  # it would describe another cluster
         full_environ.pop(launch_protocol.TOKEN, None)
+        if snapshot_server is None:
+            full_environ.pop(launch_protocol.SNAPSHOT_SERVER, None)  # of another launch
         if tf_config is not None:
             full_environ["TF_CONFIG"] = tf_config
         return TaskPlan(

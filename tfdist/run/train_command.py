@@ -194,7 +194,9 @@ def run(settings: config.Run) -> dict[str, Any]:
     def begin_epoch(epoch: int, logs: dict) -> None:
         input_pipeline.begin_epoch(train, epoch)  # keeps the order of examples after a resume
 
-    backup = tfdist.BackupAndRestore(str(paths["backup"]))
+    backup = tfdist.BackupAndRestore(
+        str(paths["backup"]), memory_freq=settings.train.memory_freq or None
+    )
     log, watching = telemetry_callbacks.callbacks(settings, strategy, directory, backup, test)
     model.fit(
         train,

@@ -39,6 +39,7 @@ TOKEN = "TFDIST_TOKEN"  # secret of the launchers, which no task receives
 # launchers or steer them.
 TASK_SECRET = "TFDIST_TASK_SECRET"
 STRAGGLERS = "TFDIST_STRAGGLERS"
+SNAPSHOT_SERVER = "TFDIST_SNAPSHOT_SERVER"
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -98,6 +99,7 @@ class Launched:
         chaos: Fault plan, as in `tfdist launch --chaos`; None to inject no fault and report none.
         stragglers: Share and window, such as "0.5 30", for which all workers measure their steps;
             None to measure only where a callback asks for it.
+        snapshot_server: Name of the process that holds snapshots in memory, or None.
     """
 
     task: str = ""
@@ -108,6 +110,7 @@ class Launched:
     progress_file: str | None = None
     chaos: str | None = None
     stragglers: str | None = None
+    snapshot_server: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Launched:
@@ -127,6 +130,7 @@ class Launched:
             progress_file=environ.get(PROGRESS_FILE),
             chaos=environ.get(CHAOS),
             stragglers=environ.get(STRAGGLERS),
+            snapshot_server=environ.get(SNAPSHOT_SERVER),
         )
 
 

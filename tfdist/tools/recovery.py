@@ -287,6 +287,8 @@ class Recovery:
         restored = attempt.first("restored")
         if restored is None:
             return "the beginning"
+        if restored["number"] is None:
+            return "memory"
         # Compare only snapshots of the same directory: a script may use several.
         newer = {
             line["number"]

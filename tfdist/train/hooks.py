@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.backup import state
@@ -142,8 +141,8 @@ class Hooks:
         """Return the number of replicas and the index of this process' first one."""
         return 1, 0
 
-    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """Return the values of a model's variables, copied to the host."""
+    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[Any]:
+        """Return the values of a model's variables, arrays or tensors that no update changes."""
         return state.each_value(variables)
 
     def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -163,6 +162,13 @@ class Hooks:
             or has an empty array for each variable without such values.
         """
         return [], []
+
+    def own_metrics(self, model: keras.Model) -> list[keras.Variable]:
+        """Return the variables whose values are the result of `metric_totals`.
+
+        The list is empty if the result takes more than reading them, as with several replicas.
+        """
+        return []
 
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
         """Restore the values that `metric_totals` returned."""

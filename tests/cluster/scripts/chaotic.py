@@ -2,6 +2,7 @@
 
 Each worker that ends leaves its result in DIRECTORY.
 
+With CHAOTIC_MEMORY a snapshot goes to memory after that many steps.
 With CHAOTIC_PACE each step takes that many seconds more until there is a file DIRECTORY/hurry, and
 nothing depends on the number of replicas, as Dropout does.
 """
@@ -62,8 +63,10 @@ def main(directory, save_freq="3", name="auto"):
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
         )
+    sharded = name == "fsdp"
     strategy = tfdist.make_strategy(
-        name, **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {})
+        "auto" if sharded else name,
+        **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {}),
     )
     from tfdist import data
 
@@ -79,10 +82,14 @@ def main(directory, save_freq="3", name="auto"):
                 keras.layers.Dense(1),
             ]
         )
+        if sharded:
+            tfdist.parallel.fsdp(model)
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=[Seen()])
     callbacks = [
         tfdist.BackupAndRestore(
-            root / "backup", save_freq=int(save_freq) if save_freq.isdecimal() else save_freq
+            root / "backup",
+            save_freq=int(save_freq) if save_freq.isdecimal() else save_freq,
+            memory_freq=int(os.environ.get("CHAOTIC_MEMORY", "0")) or None,
         ),
         keras.callbacks.EarlyStopping("val_loss", patience=9),
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),

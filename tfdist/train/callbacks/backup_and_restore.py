@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import re
 import time
@@ -20,12 +19,14 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.backup import result, state
+from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.keras_compat import engine_of, install, pass_counters, set_first_epoch
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.runtime.time_account import time_account
 from tfdist.train.callbacks import log_files, sharded_snapshot
+from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots
 from tfdist.train.health import preemption
 from tfdist.train.hooks import Hooks, bind
 from tfdist.train.without_strategy import FitWithoutStrategy
@@ -33,6 +34,7 @@ from tfdist.train.without_strategy import FitWithoutStrategy
 _METRICS = "metrics/"
 _PARTS = "metrics of replicas/"
 _SYNC = "sync/"
+NONE = -1  # instead of the number of a snapshot
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
 _completed: set[str] = set()
@@ -65,6 +67,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         delete_checkpoint: Whether to remove the snapshots when training is complete.
         keep: Number of most recent snapshots to keep, 1 or more. A damaged snapshot is skipped, and
             the one before it is used.
+        memory_freq: Number of steps after which a snapshot is saved in the memory of this host,
+            from where the tasks resume when `tfdist launch --restarts` restarts them; see
+            docs/faults.md. It costs a fraction of a snapshot on disk. None: no such snapshots.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -78,10 +83,18 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         delete_checkpoint: bool = True,
         *,
         keep: int = 2,
+        memory_freq: int | None = None,
     ):
         self._every_seconds = _seconds_of(save_freq)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep: expected a number of snapshots, 1 or more; received {keep!r}.")
+        if memory_freq is not None and (
+            isinstance(memory_freq, bool) or not isinstance(memory_freq, int) or memory_freq < 1
+        ):
+            raise ValueError(
+                "memory_freq: expected a number of steps, 1 or more, or None; received "
+                f"{memory_freq!r}."
+            )
         # An interval in seconds has to be checked after every step.
         super().__init__(
             os.fspath(backup_dir),
@@ -90,6 +103,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             delete_checkpoint,
         )
         self.store = Store(backup_dir, max(keep, 2) if double_checkpoint else keep)
+        self.memory_freq = memory_freq
         self.writes = True
         install()  # of `run_fit`, which Keras calls where no strategy of tfdist was made
         self._engine_of_fit: Hooks | None = None
@@ -99,6 +113,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._suspended = log_files.SuspendedFrequencies()
         self._launched = Launched()
         self._listening = contextlib.ExitStack()
+        self._memory: MemorySnapshots | None = None
         self._newest: StoredSnapshot | None = None
         self._opened = False
         self._save_requested = False
@@ -229,9 +244,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._finish()  # an earlier fit may have failed during a save
         self._launched = Launched.from_environ()
         with time_account().during("restore"):
+            self._end_memory()
+            self._memory = MemorySnapshots.open(
+                self.memory_freq, self._directory, self._launched, self.writes
+            )
             if self.writes:
                 self.store.claim(self._launched.launch, self._launched.attempt)
             newest = self.store.newest()
+            if self._memory is not None:
+                newest = self._memory.newest(newest)
         self._is_leftover = (
             newest is not None and self.delete_checkpoint and self._is_complete(newest.snapshot)
         )
@@ -278,6 +299,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self.writes and self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "tfdist-backup")
         self._steps_since_save = 0
+        self._steps_since_memory = 0
         self._saved_at = time.monotonic()
         self._replay_until = 0
         self._train_totals = None
@@ -315,6 +337,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._pause(1)
         elif self.save_freq != "epoch":
             self._pause(max(1, self.save_freq - self._steps_since_save))
+        if self._memory is not None and self.memory_freq is not None:
+            self._pause_for_memory(max(1, self.memory_freq - self._steps_since_memory))
 
     def on_train_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
@@ -327,12 +351,21 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 self._end_replay()
             return
         self._steps_since_save += step - before
+        self._steps_since_memory += step - before
         if self._engine.stopping():
             self._preempt()
         if self._save_requested:
             self._save_requested = False
             if self._saves_within_epochs():
                 self._save(self._epoch, self._step, self._history())
+        self._save_when_due()
+        if self._memory is None or self.memory_freq is None or self._step < self._next_memory:
+            return
+        if self._saves_within_epochs():
+            self._save(self._epoch, self._step, self._history(), in_memory=True)
+        self._pause_for_memory(self.memory_freq)
+
+    def _save_when_due(self) -> None:
         if self.save_freq == "epoch" or self._step < self._next:
             return
         due = 1.0
@@ -386,6 +419,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 finished=self._launched.launch,
             )
         self._finish()
+        self._end_memory(drop=self.writes)
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -416,6 +450,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Tell the engine the next step of this epoch at which it must pause."""
         self._next = max(self._step, self._replay_until) + int(ahead)
         self._engine.pause_at(self._next, f"backup {self.backup_dir}")
+
+    def _end_memory(self, drop: bool = False) -> None:
+        memory = self._memory
+        self._memory = None
+        if memory is not None:
+            memory.end(drop)
+
+    def _pause_for_memory(self, ahead: int) -> None:
+        """Tell the engine the next step of this epoch at which a snapshot goes to memory."""
+        self._next_memory = max(self._step, self._replay_until) + ahead
+        self._engine.pause_at(self._next_memory, f"memory {self.backup_dir}")
 
     @property
     def _engine(self) -> Hooks:
@@ -455,6 +500,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         *,
         first: bool = False,
         finished: str | None = None,
+        in_memory: bool = False,
     ) -> None:
         """Save the state at a given step of an epoch.
 
@@ -464,20 +510,40 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             history: History of the epochs before it.
             first: Whether nothing has been trained yet.
             finished: Launch in which training was completed; None while it is not complete.
+            in_memory: Whether to save it in the memory of the host, and not in the directory.
         """
-        self._steps_since_save = 0
-        self._saved_at = time.monotonic()
+        if in_memory:
+            self._steps_since_memory = 0
+        else:
+            self._steps_since_save = 0
+            self._saved_at = time.monotonic()
         totals: list = []
         parts: list = []
+        own: list = []
         if step:
+            own = [] if self._train_totals else self._engine.own_metrics(self.model)
+        if step and not own:
             totals, parts = self._train_totals or self._engine.metric_totals(self.model)
         synced = self._engine.sync_totals(self.model)
-        if state.is_sharded(self.model):
-            self._finish()  # the number of the next snapshot is unknown while one is being written
-        files = sharded_snapshot.save(self.model, self._engine, self.store)
+        files: list[str] = []
+        count = 1  # of the parts of a snapshot in memory
+        if in_memory:
+            assert self._memory is not None
+            count = self._memory.save_rows(self.model, self._engine, (epoch, step))
+        else:
+            if state.is_sharded(self.model):
+                self._finish()  # the next snapshot's number is unknown while one is being written
+            files = sharded_snapshot.save(self.model, self._engine, self.store)
         if not self.writes:
             return
-        model_state = state.of_model(self.model, functools.partial(self._engine.values, self.model))
+
+        def read(variables: Sequence[keras.Variable]) -> list[Any]:
+            nonlocal totals
+            values = self._engine.values(self.model, [*variables, *own])  # in one call
+            totals = values[len(variables) :] if own else totals
+            return values[: len(variables)]
+
+        model_state = state.of_model(self.model, read)
         random_state = state.of_random()
         facts = {
             **model_state.facts,
@@ -496,6 +562,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             "first": first,
             "finished": finished,
             "rows": files,
+            # Training that resumes saves at the same steps, as a save may change the rounding.
+            "since": [self._steps_since_save, self._steps_since_memory],
         }
         arrays = {
             **model_state.arrays,
@@ -505,6 +573,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             **numbered(_PARTS, parts),
             **numbered(_SYNC, synced),
         }
+        if in_memory:
+            assert self._memory is not None
+            self._memory.save(Snapshot(arrays, facts), (epoch, step), count)
+            return
         self._finish()
         assert self._thread is not None
         self._writing = self._thread.submit(self._write, Snapshot(arrays, facts))
@@ -516,13 +588,14 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._note("saved", snapshot, self.store.write(snapshot), time.monotonic() - started)
 
     def _note(self, event: str, snapshot: Snapshot, number: int, seconds: float) -> None:
+        """Note a snapshot in the journal; one in memory has no number."""
         epoch, step, steps = (snapshot.facts[name] for name in ("epoch", "step", "steps"))
         position = {
             "epoch": epoch,
             "step": step,
             "total": epoch * (steps or 0) + step,
-            "number": number,
-            "path": self.store.path(number),
+            "number": None if number == IN_MEMORY else number,
+            "path": "memory" if number == IN_MEMORY else self.store.path(number),
         }
         note(
             self._launched.log_dir,
@@ -546,7 +619,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Raise ValueError unless this worker found the same snapshot as the chief."""
         newest = self._newest
         own = (
-            [-1.0, 0.0, 0.0]
+            [float(NONE), 0.0, 0.0]
             if newest is None
             else [
                 float(x)
@@ -587,12 +660,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"{steps_per_execution}, so no call ends at that step. Compile with "
                 f"{snapshot.facts['a_call']}, or another number that divides {step}."
             )
+        self._steps_since_save, self._steps_since_memory = snapshot.facts.get("since", [0, 0])
         replicas, first_replica = self._engine.replicas()
         state.into_model(
             snapshot,
             self.model,
             self.backup_dir,
-            pieces=self.store.pieces(snapshot),
+            pieces=self._pieces(snapshot),
             replicas=replicas,
             first=first_replica,
         )
@@ -624,8 +698,17 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._replay_snapshot = snapshot
         else:
             self._restore_callbacks(snapshot)
+        if self._memory is not None:
+            self._memory.restored()
         assert self._newest is not None
         self._note("restored", snapshot, self._newest.number, time.monotonic() - started)
+
+    def _pieces(self, snapshot: Snapshot) -> Callable[[str], list[Piece]]:
+        assert self._newest is not None
+        if self._newest.number != IN_MEMORY:
+            return self.store.pieces(snapshot)
+        assert self._memory is not None
+        return self._memory.pieces()
 
     def _end_replay(self) -> None:
         self._suspended.end()
@@ -659,7 +742,10 @@ def in_order(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callba
 
 def _describe(numbers: Sequence[float]) -> str:
     number, epoch, step = (int(x) for x in numbers)
-    return "none" if number < 0 else f"snapshot-{number} of epoch {epoch}, step {step}"
+    if number == NONE:
+        return "none"
+    name = "the snapshot in memory" if number == IN_MEMORY else f"snapshot-{number}"
+    return f"{name} of epoch {epoch}, step {step}"
 
 
 def _seconds_of(save_freq: Any) -> float | None:

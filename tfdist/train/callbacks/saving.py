@@ -57,6 +57,9 @@ def same_on_workers(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, 
     return {
         "number of BackupAndRestore callbacks": float(len(every)),
         "save_freq of BackupAndRestore": sum(every),
+        "memory_freq of BackupAndRestore": float(
+            sum(callback.memory_freq or 0 for callback in _backups(callbacks))
+        ),
         "number of TensorBoard callbacks with a profile": float(len(profiles)),
         "first step of a profile": float(sum(p.first for p in profiles)),
         "last step of a profile": float(sum(p.last for p in profiles)),

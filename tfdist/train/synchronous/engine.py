@@ -439,14 +439,21 @@ class Engine(Hooks):
         """Return a context in which the chief reads sharded variables whole."""
         return as_plain(model, self.placement.workers, self.placement.is_chief)
 
-    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-        """Return the values of a model's variables, copied to the host."""
+    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """Return the values of a model's variables, which later updates do not change."""
         return self._replica_state(model).values(variables)
 
     def metric_totals(self, model: keras.Model) -> tuple[list, list]:
         """Return the values of the metrics' variables over all replicas, and of each replica."""
         self._replica_state(model).sync_replicas()
         return self._replica_state(model).parts(metric_variables(model))
+
+    def own_metrics(self, model: keras.Model) -> list[keras.Variable]:
+        """Return the variables of the metrics if there is one replica; see `Hooks.own_metrics`."""
+        if self.placement.replicas > 1:
+            return []
+        self._replica_state(model).sync_replicas()
+        return metric_variables(model)
 
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
         """Restore the values that `metric_totals` returned."""

@@ -1,0 +1,321 @@
+"""Memory tier: the newest snapshot in memory that outlives the training process.
+
+A snapshot has the same format and checksum there as in a file. The snapshot server of the launcher
+holds it (`tfdist.runtime.snapshot_server`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import mmap
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from tfdist.backup.claim import Superseded
+from tfdist.backup.shards import Piece
+from tfdist.backup.snapshot import Snapshot, pack, unpack
+from tfdist.runtime import resource_limits
+from tfdist.runtime.formatting import format_bytes
+from tfdist.runtime.snapshot_server import (
+    MESSAGE_S,
+    PACKET_BYTES,
+    address_of,
+    is_own,
+    is_supported,
+)
+
+PARTS_S = 15.0  # for the other workers to hand over their parts of a snapshot
+SEGMENTS = 2  # one that the server holds, and one to write the next snapshot into
+_PIECES = 512  # at most 1024 in a call of the system
+_ROUND = 1 << 20  # bytes: a history that grows needs no new memory at each save
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldSnapshot:
+    """Snapshot that the server holds, or one part of it.
+
+    Attributes:
+        at: Epoch, and steps of it that are done.
+        parts: Number of its parts.
+        snapshot: The content.
+    """
+
+    at: tuple[int, int]
+    parts: int
+    snapshot: Snapshot
+
+
+class MemoryTier:
+    """Client of the snapshot server, for one directory of snapshots.
+
+    Where memory is short, or the server does not answer in time, no further snapshot is held. Where
+    the server was killed, the next one is. A line in the log says so once. Training goes on, and
+    resumes from the disk if it fails.
+
+    Args:
+        directory: Directory of the snapshots, by which the server distinguishes trainings.
+        attempt: Attempt of the launch.
+        server: Name of the server.
+        available: Function that returns the available bytes of memory, or None if unknown.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        attempt: int,
+        server: str,
+        available: Callable[[], int | None] = lambda: resource_limits.memory()[0],
+    ):
+        self._directory = directory
+        self._attempt = attempt
+        self._server = server
+        self._available = available
+        self._connection: socket.socket | None = None
+        self._segments: list[_Segment] = []
+        self._warned: str | None = None
+        self._given_up = False
+
+    def put(self, snapshot: Snapshot, at: Sequence[int], part: int = 0, parts: int = 1) -> bool:
+        """Hand over a snapshot, and wait until all its parts are there.
+
+        Args:
+            snapshot: The snapshot, or one part of it.
+            at: Epoch, and steps of it that are done.
+            part: Index of the part.
+            parts: Number of parts, each of which another worker may hand over.
+
+        Returns:
+            Whether the server holds it now.
+
+        Raises:
+            Superseded: If a later attempt of the launch has saved already.
+        """
+        if self._given_up:
+            return False
+        pieces = list(pack(snapshot))
+        size = sum(map(len, pieces))
+        message = {
+            "put": self._directory,
+            "attempt": self._attempt,
+            "part": part,
+            "parts": parts,
+            "at": list(at),
+            "size": size,
+        }
+        try:
+            segment = self._free_segment(size)
+            segment.write(pieces)
+            answer, _ = self._ask(message, segment.descriptor, PARTS_S)
+        except _TooLittleMemory as error:
+            self._give_up(str(error))
+            return False
+        except TimeoutError:  # the next one would cost as much time
+            self._give_up(
+                f"the snapshot server, or another worker with its part of the snapshot, did not "
+                f"answer in {PARTS_S:g} s"
+            )
+            return False
+        except OSError as error:
+            # The server may hold either segment, so that neither can be written again.
+            self._close_segments()
+            self._warn(
+                f"the snapshot server does not answer ({error}). Snapshots in {self._directory} "
+                "are written as before; each save tries again to hold one in memory."
+            )
+            return False
+        if "superseded" in answer:
+            raise Superseded(
+                f"{self._directory}: attempt {self._attempt} of the launch may no longer save, "
+                f"because attempt {answer['superseded']} does. End this process."
+            )
+        self._segments.reverse()  # the server has released the other one
+        self._warned = None
+        return True
+
+    def get(self, part: int = 0) -> HeldSnapshot | None:
+        """Return the newest complete snapshot that the server holds, or None.
+
+        It is None too if it is damaged, or if another version of tfdist saved it.
+
+        Args:
+            part: Index of the part of the snapshot.
+        """
+        try:
+            answer, descriptor = self._ask({"get": self._directory, "part": part})
+            if descriptor is None:
+                return None
+            self._close_segments()  # it may be one of them, and must not change
+            try:
+                content = mmap.mmap(descriptor, answer["size"], prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+            epoch, step = answer["at"]
+            snapshot = unpack(content, f"{self._directory} (snapshot in memory)")
+            return HeldSnapshot((epoch, step), answer["parts"], snapshot)
+        except OSError as error:
+            self._warn(
+                f"the snapshot server does not answer ({error}). Training resumes from "
+                f"{self._directory}."
+            )
+        except ValueError as error:
+            self._warn(f"{error} Training resumes from {self._directory}.")
+        return None
+
+    def pieces(self, parts: int) -> Callable[[str], list[Piece]] | None:
+        """Return a function that finds the sharded variables of the held snapshot by their keys.
+
+        Args:
+            parts: Number of parts; all but the first are rows.
+
+        Returns:
+            The function; None if a part is missing or damaged.
+        """
+        rows = [self.get(part) for part in range(1, parts)]
+        held = [each.snapshot for each in rows if each is not None]
+        if len(held) < len(rows):
+            return None
+
+        def of(key: str) -> list[Piece]:
+            arrays = [(each.facts["first"], each.arrays[key]) for each in held]
+            return [
+                (first * math.prod(array.shape[1:]), array.reshape(-1)) for first, array in arrays
+            ]
+
+        return of
+
+    def drop(self) -> None:
+        """Make the server release what it holds for the directory."""
+        with contextlib.suppress(OSError):
+            self._ask({"drop": self._directory})
+
+    def close(self) -> None:
+        """Close the connection; the server keeps what it holds."""
+        self._close_segments()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _free_segment(self, size: int) -> _Segment:
+        """Return the segment that the server does not hold, with room for a size."""
+        while len(self._segments) < SEGMENTS:
+            self._segments.append(_Segment())
+        segment = self._segments[0]
+        if segment.capacity < size:
+            needed = 2 * (size - segment.capacity)  # what is left must suffice for other processes
+            available = self._available()
+            if available is not None and available < needed:
+                raise _TooLittleMemory(
+                    f"{format_bytes(available)} of memory is available, and a snapshot needs "
+                    f"{format_bytes(needed)}"
+                )
+            segment.capacity = -(-size // _ROUND) * _ROUND
+        return segment
+
+    def _ask(
+        self, message: dict[str, Any], descriptor: int | None = None, seconds: float = MESSAGE_S
+    ) -> tuple[dict[str, Any], int | None]:
+        """Send a message, and return the answer and the descriptor that came with it."""
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            self._connection.settimeout(seconds)
+            data = json.dumps(message).encode()
+            socket.send_fds(self._connection, [data], [] if descriptor is None else [descriptor])
+            data, fds, _, _ = socket.recv_fds(self._connection, PACKET_BYTES, 1)
+            if not data:
+                raise ConnectionError("it has ended")
+            return json.loads(data), fds[0] if fds else None
+        except OSError:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            raise
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(MESSAGE_S)
+            connection.connect(address_of(self._server))
+            if not is_own(connection):
+                raise PermissionError("a process of another user has taken its place")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._close_segments()
+        self._warn(
+            f"{reason}. Training goes on with snapshots in {self._directory} only: this process "
+            "saves nothing more in memory."
+        )
+
+    def _close_segments(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
+    def _warn(self, text: str) -> None:
+        if self._warned != text:
+            self._warned = text
+            logging.warning("memory_freq: %s", text)
+
+
+class _TooLittleMemory(Exception):
+    """Error: a snapshot would take the memory that training needs."""
+
+
+class _Segment:
+    """Shared memory without a name.
+
+    Attributes:
+        descriptor: Its file descriptor.
+        capacity: Bytes that it may take.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("tfdist-snapshot", os.MFD_CLOEXEC)
+        self.capacity = 0
+
+    def write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write pieces one after the other, from the beginning."""
+        views = [memoryview(piece) for piece in pieces]
+        offset = 0
+        try:
+            while views:
+                written = os.pwritev(self.descriptor, views[:_PIECES], offset)
+                offset += written
+                while views and written >= len(views[0]):
+                    written -= len(views.pop(0))
+                if written:
+                    views[0] = views[0][written:]
+        except OSError as error:
+            raise _TooLittleMemory(
+                f"the system gave no memory for a snapshot of {format_bytes(sum(map(len, pieces)))}"
+                f" ({error.strerror})"
+            ) from error
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+
+def open_tier(directory: str, attempt: int, server: str | None) -> MemoryTier | None:
+    """Return the memory tier of a directory, or None where there is none.
+
+    Args:
+        directory: Directory of the snapshots.
+        attempt: Attempt of the launch.
+        server: Name of the launcher's snapshot server; None if there is none.
+    """
+    if server is None or not is_supported():
+        return None
+    return MemoryTier(directory, attempt, server)
