@@ -69,7 +69,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             the one before it is used.
         memory_freq: Number of steps after which a snapshot is saved in the memory of this host,
             from where the tasks resume when `tfdist launch --restarts` restarts them; see
-            docs/faults.md. It costs a fraction of a snapshot on disk. None: no such snapshots.
+            docs/faults.md. It needs no disk. None: no such snapshots.
 
     Raises:
         ValueError: If an argument is invalid.
