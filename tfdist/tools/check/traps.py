@@ -162,7 +162,7 @@ def find(source: str) -> list[Finding]:
         SyntaxError: If it is not Python.
 
     Example:
-        >>> find("import keras\\nmodel = keras.Sequential([])\\nmodel.fit(x)")
+        >>> find("import keras\nmodel = keras.Sequential([])\nmodel.fit(x)")
         [Finding(line=3, kind='no-strategy')]
     """
     return sorted(set(_Script(ast.parse(source)).findings()))
