@@ -8,8 +8,8 @@ COMPAT = 'keras==3.10.0' 'tensorflow==2.19.*'
 BIN = .venv/bin
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check
 PYTEST = -m pytest -q
-# Four files of tests at a time: on two cores, about half of them wait for processes.
-FOUR = -n 4 --dist loadfile --max-worker-restart 0
+# Several files of tests at a time: on two cores, some of them wait for processes.
+FILES = --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
 .PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs clean
@@ -40,11 +40,11 @@ lint: .venv/installed-test
 
 test-quick: .venv/installed-test lint
 	$(BIN)/python $(PYTEST) --doctest-modules tfdist
-	$(BIN)/python $(PYTEST) $(FOUR) tests/test_*.py tests/unit
+	$(BIN)/python $(PYTEST) -n 4 $(FILES) tests/test_*.py tests/unit
 
 test: test-quick
-	$(BIN)/python $(PYTEST) $(FOUR) tests/cluster
-	$(BIN)/python $(PYTEST) $(FOUR) tests/parity tests/gpu tests/engines/test_slurm_steps.py
+	$(BIN)/python $(PYTEST) -n 3 $(FILES) tests/cluster
+	$(BIN)/python $(PYTEST) -n 4 $(FILES) tests/parity tests/gpu tests/engines/test_slurm_steps.py
 
 # apt-get install slurm-wlm munge openssh-server openmpi-bin etcd-server for all of them; what is missing is skipped.
 # docs/kubernetes.md says where the servers of Kubernetes come from.

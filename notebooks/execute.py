@@ -19,7 +19,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from tfdist.launch.terminal_text import is_chatter, printable
+from tfdist.launch.terminal_text import printable
+from tfdist.runtime.startup_lines import is_chatter
 
 HERE = pathlib.Path(__file__).resolve().parent
 # Variables of a launcher or scheduler around this process, and those that would make the launcher

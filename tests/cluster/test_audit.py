@@ -164,7 +164,8 @@ def test_workers_end_with_the_audit(members, directory, number):
     process = start(members, directory, "audit", f"--pipeline={SCRIPT}:slow_stream", *flags)
     members.says("audit", r"process \d+\n", TIMEOUT_S)
     process.send_signal(number)
-    assert process.wait(20) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    code = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    assert process.wait(TIMEOUT_S) == code
     assert all_gone(members.log("audit"))
 
 
