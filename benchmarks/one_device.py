@@ -30,10 +30,10 @@ from common.report import (
     cores,
     fill_options,
     heading,
+    ratio_rows,
     row,
     spread,
     table,
-    verdict,
 )
 from common.workers import ONE_THREAD, Model
 
@@ -134,10 +134,7 @@ def report(results: dict, verdicts: list[dict], frameworks: list[str], facts: di
             label = FIRST.get(what, f"step, input from {what}")
             cells = [spread([1e3 * s for s in times[name]], ".2f") for name in frameworks]
             lines += row(label, *cells)
-    lines += ["", "## Bars", "", *table("ratio of CPU times", "median", "bar", "")]
-    for each in verdicts:
-        median = spread(each["rounds"], ".2f")
-        lines += row(each["name"], median, f"<= {each['bar']}", verdict(each["passed"], True))
+    lines += ["", "## Bars", "", *ratio_rows(verdicts, "ratio of CPU times")]
     return "\n".join(lines) + "\n"
 
 

@@ -27,6 +27,8 @@ import sys
 import tempfile
 import time
 
+from common.report import positive
+
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE
 
 SAMPLE_S = 3.0
@@ -174,10 +176,10 @@ def main() -> int:
     """Run the soak, print its figures, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--kills", type=positive, default=30)
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args()
-    if flags.minutes * 60 <= QUIET_S:
+    if not flags.minutes * 60 > QUIET_S:
         parser.error(
             f"--minutes: expected more than {QUIET_S / 60:g}, the length of the end without kills; "
             f"received {flags.minutes:g}"

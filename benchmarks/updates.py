@@ -27,10 +27,10 @@ from common.report import (
     cores,
     fill_options,
     heading,
+    ratio_rows,
     row,
     spread,
     table,
-    verdict,
 )
 from common.update_workers import NETWORKS, OPTIMIZERS, UPDATES, Job, first_step, serve
 from common.workers import ONE_THREAD, Model
@@ -133,10 +133,7 @@ def report(results: dict, starts: dict, verdicts: list[dict], facts: dict) -> st
     for network, times in starts.items():
         cells = [spread(times[k], ".2f") for k in reversed(UPDATES)]
         lines += row(network, *cells, spread(_ratios(times), ".2f"))
-    lines += ["", "## Bars", "", *table("tfdist / Keras", "median", "bar", "")]
-    for each in verdicts:
-        median = spread(each["rounds"], ".2f")
-        lines += row(each["name"], median, f"<= {each['bar']}", verdict(each["passed"], True))
+    lines += ["", "## Bars", "", *ratio_rows(verdicts, "tfdist / Keras")]
     return "\n".join(lines) + "\n"
 
 

@@ -80,6 +80,20 @@ def verdict_rows(verdicts: list[dict]) -> list[str]:
     return rows
 
 
+def ratio_rows(verdicts: list[dict], title: str) -> list[str]:
+    """Return a table of the bars on ratios, with the medians over the rounds.
+
+    Args:
+        verdicts: Bars, each with its ratios as "rounds".
+        title: What the ratios are of.
+    """
+    rows = table(title, "median", "bar", "")
+    for each in verdicts:
+        median = spread(each["rounds"], ".2f")
+        rows += row(each["name"], median, f"<= {each['bar']}", verdict(each["passed"], True))
+    return rows
+
+
 def _write(directory: pathlib.Path, name: str, text: str, document: dict) -> None:
     """Write a report as text for people, and as figures for programs."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -23,13 +23,7 @@ from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot, pack, unpack
 from tfdist.runtime import resource_limits
 from tfdist.runtime.formatting import format_bytes
-from tfdist.runtime.snapshot_server import (
-    MESSAGE_S,
-    PACKET_BYTES,
-    address_of,
-    is_own,
-    is_supported,
-)
+from tfdist.runtime.snapshot_server import MESSAGE_S, PACKET_BYTES, address_of, is_own
 
 PARTS_S = 15.0  # for the other workers to hand over their parts of a snapshot
 SEGMENTS = 2  # one that the server holds, and one to write the next snapshot into
@@ -306,16 +300,3 @@ class _Segment:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self.descriptor)
-
-
-def open_tier(directory: str, attempt: int, server: str | None) -> MemoryTier | None:
-    """Return the memory tier of a directory, or None where there is none.
-
-    Args:
-        directory: Directory of the snapshots.
-        attempt: Attempt of the launch.
-        server: Name of the launcher's snapshot server; None if there is none.
-    """
-    if server is None or not is_supported():
-        return None
-    return MemoryTier(directory, attempt, server)

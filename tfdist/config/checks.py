@@ -14,7 +14,7 @@ from tfdist.config.keras_names import known
 
 
 def at_least(least: int, default: Any) -> Any:
-    """Return a dataclass field whose value must be `least` or more."""
+    """Return a dataclass field whose value must be `least` or more, unless it is None."""
     return dataclasses.field(default=default, metadata={"at least": least})
 
 
@@ -42,6 +42,16 @@ def named(names: tuple[str, ...], default: str, loose: bool = False) -> Any:
         loose: Whether case and underscores do not count, default False.
     """
     return dataclasses.field(default=default, metadata={"named": names, "loose": loose})
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Return the words of a text with commas between them.
+
+    Example:
+        >>> words_of("accuracy, auc,")
+        ('accuracy', 'auc')
+    """
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def step_range(name: str, text: str) -> tuple[int, int]:
@@ -141,16 +151,18 @@ def check(section: Any, path: str) -> None:
         value = _typed(key, getattr(section, field.name), hints[field.name])
         object.__setattr__(section, field.name, value)
         rule = field.metadata
+        if value is None:
+            continue
         if "at most" in rule and not rule["at least"] <= value <= rule["at most"]:
             raise ValueError(
                 f"{key}: expected a number from {rule['at least']} to {rule['at most']}, received "
                 f"{value!r}."
             )
-        if "at least" in rule and value < rule["at least"]:
+        if "at least" in rule and not value >= rule["at least"]:
             raise ValueError(f"{key}: expected at least {rule['at least']}, received {value!r}.")
         if "above" in rule and not value > rule["above"]:
             raise ValueError(f"{key}: expected a number above {rule['above']}, received {value!r}.")
-        if "one of" in rule and value is not None and value not in rule["one of"]:
+        if "one of" in rule and value not in rule["one of"]:
             raise ValueError(not_one_of(key, value, rule["one of"]))
         if "named" in rule:
             check_name(key, value, rule["named"], rule["loose"])

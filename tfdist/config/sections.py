@@ -19,6 +19,7 @@ from tfdist.config.checks import (
     not_one_of,
     one_of,
     step_range,
+    words_of,
 )
 from tfdist.config.keras_names import BY_LOSS, LOSSES, METRICS, OPTIMIZERS
 from tfdist.config.schedules import SCHEDULES, check_options
@@ -187,7 +188,7 @@ class Train:
     schedule: str = named(tuple(SCHEDULES), "constant")
     schedule_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     warmup_epochs: float = at_least(0, 0.0)
-    weight_decay: float | None = None
+    weight_decay: float | None = at_least(0, None)
     ema: float | None = None
     loss: str = named(LOSSES, "sparse_categorical_crossentropy", loose=True)
     loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -201,14 +202,10 @@ class Train:
     def __post_init__(self) -> None:
         check(self, "train")
         check_options(self.schedule, self.schedule_options, self.epochs)
-        if not 0 <= self.warmup_epochs < self.epochs:
+        if self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"train.warmup_epochs: expected less than train.epochs, which are {self.epochs}; "
                 f"received {self.warmup_epochs:g}."
-            )
-        if self.weight_decay is not None and not self.weight_decay >= 0:
-            raise ValueError(
-                f"train.weight_decay: expected at least 0, received {self.weight_decay!r}."
             )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(
@@ -234,7 +231,7 @@ class Train:
             >>> Train(metrics="accuracy, auc").metric_names()
             ('accuracy', 'auc')
         """
-        words = tuple(word.strip() for word in self.metrics.split(",") if word.strip())
+        words = words_of(self.metrics)
         for word in words:
             check_name("train.metrics", word, METRICS, loose=True)
         for name, options in self.metric_options.items():
@@ -383,7 +380,7 @@ class Telemetry:
             >>> Telemetry(backends="console, jsonl").backend_names()
             ('console', 'jsonl')
         """
-        words = tuple(word.strip() for word in self.backends.split(",") if word.strip())
+        words = words_of(self.backends)
         for word in words:
             if word not in BACKENDS:
                 raise ValueError(not_one_of("telemetry.backends", word, BACKENDS))

@@ -17,7 +17,7 @@ USE = """\
 
 
 class Words(NamedTuple):
-    """What may follow the words of a command.
+    """Completions after the words of a command.
 
     Attributes:
         path: Words after the program: "", "launch", "data list".

@@ -62,6 +62,7 @@ _EXIT_CODES: ExitCodes = {
 }
 
 
+@hidden()
 def _list(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.data.sources.catalog import Catalog
 
@@ -134,6 +135,7 @@ def _prepared(entry: Entry, data_dir: str | None) -> str:
     return "not prepared yet; TFDS prepares it at first use"
 
 
+@hidden()
 def _show(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.tools import show
 
@@ -147,6 +149,7 @@ def _show(flags: argparse.Namespace, words: list[str]) -> int:
     )
 
 
+@hidden()
 def _head(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.tools import show
 
@@ -308,20 +311,8 @@ def _command(
     return Command(f"tfdist data {name}", description, _EXIT_CODES, run, add_flags)
 
 
-def _quietly(
-    run: Callable[[argparse.Namespace, list[str]], int],
-) -> Callable[[argparse.Namespace, list[str]], int]:
-    """Return a function that runs without the lines of TensorFlow's start."""
-
-    def quiet_run(flags: argparse.Namespace, words: list[str]) -> int:
-        with hidden():
-            return run(flags, words)
-
-    return quiet_run
-
-
-list_command = _command("list", _quietly(_list), _add_catalog)
-show_command = _command("show", _quietly(_show), _add_show)
-head_command = _command("head", _quietly(_head), _add_head)
+list_command = _command("list", _list, _add_catalog)
+show_command = _command("show", _show, _add_show)
+head_command = _command("head", _head, _add_head)
 write_command = _command("write", _write, _add_write)
 main = Group("tfdist data", _DESCRIPTION, COMMANDS, _EXIT_CODES)

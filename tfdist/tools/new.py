@@ -20,6 +20,11 @@ TEMPLATES = {  # the command that trains in a project of each
     "loop": "python train.py",
 }
 _DIRECTORY = pathlib.Path(__file__).with_name("templates")
+_PARTS = {  # the directories of files of each
+    "script": ("common", "train_script", "script"),
+    "config": ("common", "config"),
+    "loop": ("common", "train_script", "loop"),
+}
 _SUFFIX = ".template"
 _DESCRIPTION = """\
 Writes a small project into the new directory NAME: a training on made-up data that runs at once,
@@ -97,7 +102,7 @@ def create(directory: pathlib.Path, template: str) -> list[str]:
     try:
         project = unfinished / "project"  # mkdtemp's own directory is private
         project.mkdir()
-        for source in [*(_DIRECTORY / "common").iterdir(), *(_DIRECTORY / template).iterdir()]:
+        for source in (path for part in _PARTS[template] for path in (_DIRECTORY / part).iterdir()):
             name = source.name.removesuffix(_SUFFIX)
             text = source.read_text(encoding="utf-8").replace("PROJECT", directory.name)
             path = project / (".gitignore" if name == "gitignore" else name)

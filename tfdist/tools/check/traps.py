@@ -199,8 +199,7 @@ class _Script:
     def name(self, node: ast.AST) -> str:
         """Return a dotted name as its import gives it: "tensorflow.data.Dataset"."""
         if isinstance(node, ast.Attribute):
-            name = f"{self.name(node.value)}.{node.attr}"
-            return name.replace("tensorflow.keras", "keras", 1)
+            return _keras(f"{self.name(node.value)}.{node.attr}")
         return self.names.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
     def _matches(self, node: ast.AST, pattern: str) -> bool:
@@ -220,6 +219,17 @@ class _Script:
         while node in self.parents:
             node = self.parents[node]
             yield node
+
+    def _in_step(self, node: ast.AST) -> bool:
+        """Return whether a node is in a step of training, or in a loss, of the user's own."""
+        return any(isinstance(o, ast.FunctionDef) and o.name in STEPS for o in self._around(node))
+
+    def _on_chief(self, node: ast.AST) -> bool:
+        """Return whether a node runs only if a condition about the worker's rank holds."""
+        return any(
+            isinstance(outer, ast.If) and CHIEF.search(ast.unparse(outer.test))
+            for outer in self._around(node)
+        )
 
     def _functions_called_in_scope(self) -> set[str]:
         """Return the names of functions that a scope may call, itself or by other functions."""
@@ -292,14 +302,11 @@ class _Script:
             yield "jit-compile"
         if _is_true(keywords.get("stateful")):
             yield "stateful"
-        if method in SAVES and any(
-            isinstance(outer, ast.If) and CHIEF.search(ast.unparse(outer.test))
-            for outer in self._around(call)
-        ):
+        if method in SAVES and self._on_chief(call):
             yield "save-on-chief"
         if "on_train_batch_end" in keywords or "on_train_batch_begin" in keywords:
             yield "watches-batches"
-        if any(isinstance(o, ast.FunctionDef) and o.name in STEPS for o in self._around(call)):
+        if self._in_step(call):
             yield from self._kinds_in_step(call, method)
 
     def _kinds_in_step(self, call: ast.Call, method: str) -> Iterator[str]:
@@ -322,11 +329,8 @@ class _Script:
             if not isinstance(node, ast.BinOp) or not _has_replicas(node.right, node.left):
                 continue
             about = ast.unparse(self._statement(node)).lower()
-            in_step = any(
-                isinstance(o, ast.FunctionDef) and o.name in STEPS for o in self._around(node)
-            )
             if isinstance(node.op, ast.Div | ast.FloorDiv):
-                if in_step:
+                if self._in_step(node):
                     yield Finding(node.lineno, "mean-by-hand")
                 elif "batch" in about:
                     yield Finding(node.lineno, "replica-batch")
@@ -356,10 +360,7 @@ class _Script:
 
     def _writes(self, method: ast.FunctionDef) -> Iterator[Finding]:
         for node in ast.walk(method):
-            if not isinstance(node, ast.Call) or any(
-                isinstance(outer, ast.If) and CHIEF.search(ast.unparse(outer.test))
-                for outer in self._around(node)
-            ):
+            if not isinstance(node, ast.Call) or self._on_chief(node):
                 continue
             # tfdist itself lets only the chief write a model.
             saves_model = "model" in ast.unparse(node.func) and _method(node) in SAVES
@@ -376,16 +377,16 @@ def _imported(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield (
-                    (alias.asname or alias.name.partition(".")[0]),
-                    (alias.name if alias.asname else alias.name.partition(".")[0]).replace(
-                        "tensorflow.keras", "keras", 1
-                    ),
-                )
+                first = alias.name.partition(".")[0]
+                yield alias.asname or first, _keras(alias.name if alias.asname else first)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                full = f"{node.module}.{alias.name}".replace("tensorflow.keras", "keras", 1)
-                yield alias.asname or alias.name, full
+                yield alias.asname or alias.name, _keras(f"{node.module}.{alias.name}")
+
+
+def _keras(name: str) -> str:
+    """Return a dotted name, with `keras` for `tensorflow.keras`."""
+    return name.replace("tensorflow.keras", "keras", 1)
 
 
 def _method(call: ast.Call) -> str:

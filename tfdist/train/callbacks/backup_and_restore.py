@@ -34,7 +34,7 @@ from tfdist.train.without_strategy import FitWithoutStrategy
 _METRICS = "metrics/"
 _PARTS = "metrics of replicas/"
 _SYNC = "sync/"
-NONE = -1  # instead of the number of a snapshot
+NO_SNAPSHOT = -1  # instead of the number of a snapshot
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
 _completed: set[str] = set()
@@ -619,7 +619,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """Raise ValueError unless this worker found the same snapshot as the chief."""
         newest = self._newest
         own = (
-            [float(NONE), 0.0, 0.0]
+            [float(NO_SNAPSHOT), 0.0, 0.0]
             if newest is None
             else [
                 float(x)
@@ -742,7 +742,7 @@ def in_order(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callba
 
 def _describe(numbers: Sequence[float]) -> str:
     number, epoch, step = (int(x) for x in numbers)
-    if number == NONE:
+    if number == NO_SNAPSHOT:
         return "none"
     name = "the snapshot in memory" if number == IN_MEMORY else f"snapshot-{number}"
     return f"{name} of epoch {epoch}, step {step}"

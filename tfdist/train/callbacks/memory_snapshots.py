@@ -13,7 +13,7 @@ from typing import Any
 from absl import logging
 
 from tfdist.backup import claim, state
-from tfdist.backup.memory_tier import MemoryTier, open_tier
+from tfdist.backup.memory_tier import MemoryTier
 from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot
 from tfdist.backup.store import StoredSnapshot
@@ -63,16 +63,15 @@ class MemorySnapshots:
         """
         if memory_freq is None:
             return None
-        whole, rows = (
-            open_tier(directory, launched.attempt, launched.snapshot_server) for _ in range(2)
-        )
-        if whole is None or rows is None:
+        server = launched.snapshot_server
+        if server is None:
             logging.warning(
                 "memory_freq: no snapshots in memory, because no process would hold them after "
                 "this one ends: `tfdist launch --restarts` starts one, on Linux, for tasks that "
                 "all run on one host."
             )
             return None
+        whole, rows = (MemoryTier(directory, launched.attempt, server) for _ in range(2))
         holder = claim.holder(directory)
         usable = holder is not None and holder["launch"] == launched.launch
         if writes and not usable:

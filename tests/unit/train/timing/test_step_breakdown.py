@@ -334,7 +334,7 @@ def test_training_continues_if_records_cannot_be_written(one_device, tmp_path, c
 
 @pytest.mark.parametrize("short", [1, 4])
 def test_workers_exchange_their_times_as_often_if_a_callback_watches_each_batch(monkeypatch, short):
-    """Where steps run one by one, calls are short; workers must still not wait for many steps."""
+    """Workers exchange times every few seconds, even if they run steps one by one."""
     call = 0
     exchanges = []
 
