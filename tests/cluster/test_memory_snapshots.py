@@ -115,11 +115,15 @@ def test_killed_launcher_leaves_neither_server_nor_shared_memory(launch):
 
 
 def servers(launch):
-    return [
-        pid
-        for pid in launch.living()
-        if b"snapshot_server" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in launch.living() if b"snapshot_server" in command_line(pid)]
+
+
+def command_line(pid):
+    """Return the command line of a process; nothing if it has ended meanwhile."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def wait(condition):
