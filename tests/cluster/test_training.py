@@ -39,6 +39,7 @@ class Job:
                 else:
                     members.succeed(TIMEOUT_S)
                 self.logs = [members.log(f"worker-{i}") for i in range(2)]
+        self.ends = [(directory / f"end-{i}").read_text() for i in range(2)]
         self.results = [
             pickle.loads((directory / f"result-{i}.pickle").read_bytes()) for i in range(2)
         ]
@@ -60,6 +61,10 @@ def test_both_workers_resume_at_the_chiefs_epoch(job):
     for result in job.results:
         assert result["epochs"] == list(range(CRASH_EPOCH, EPOCHS))
     assert job.files("backup") == []  # deleted after success
+
+
+def test_a_worker_stays_until_the_others_have_received_what_it_sent(job):
+    assert job.ends == ["2", "2"]
 
 
 def test_both_workers_report_the_same(job):

@@ -167,6 +167,19 @@ def abort_collectives(message: str) -> None:
     _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
+def wait_at_barrier(name: str, seconds: float) -> None:
+    """Wait until all tasks that make up a synchronous cluster are at a barrier.
+
+    Args:
+        name: Name of the barrier; each can be used once in a process.
+        seconds: Seconds to wait for the other tasks.
+
+    Raises:
+        tf.errors.OpError: If they did not come, or a task is gone.
+    """
+    _context.context().wait_at_barrier(name, round(1000 * seconds))
+
+
 def unordered(op: tf.Operation) -> None:
     """Let a stateful operation of a function run as soon as it can.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import logging
 import random
@@ -34,6 +36,7 @@ COMMUNICATION = {
 }
 
 LEADER_S = 5.0
+EXIT_S = 3.0  # a worker that is done stays so long, while others may still receive from it
 WATCHDOG_FIRST = 1.5  # native collectives wait so much longer, because the watchdog says more
 
 log = logging.getLogger("tfdist")
@@ -90,6 +93,8 @@ def multi_worker_mirrored(
         )
     cluster.export()
     _await_leader(cluster)
+    if len(cluster.training_tasks) > 1:
+        atexit.register(_stay_for_peers)
     strategy = MultiWorkerMirroredStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver(), options
     )
@@ -165,6 +170,17 @@ def _await_leader(cluster: ClusterSpec) -> None:
         and not answers(cluster.training_tasks[0].address, timeout=0.5)
     ):
         time.sleep(0.01)
+
+
+def _stay_for_peers() -> None:
+    """Wait up to `EXIT_S` until all workers exit.
+
+    The last collective is done here as soon as this worker has what it needs. Another worker still
+    receives from this one, and would fail if this process had ended. After an error nobody waits.
+    """
+    if getattr(sys, "last_value", None) is None:
+        with contextlib.suppress(tf.errors.OpError):
+            keras_compat.wait_at_barrier("tfdist exit", EXIT_S)
 
 
 def _share_seed(strategy, placement: Placement) -> None:

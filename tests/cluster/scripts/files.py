@@ -4,6 +4,7 @@ All but the backup goes to a directory of this worker's own, so that whatever a 
 the chief writes is found there.
 """
 
+import atexit
 import os
 import pathlib
 import pickle
@@ -84,9 +85,12 @@ def inside_scope(strategy, own: pathlib.Path) -> list:
 
 
 def main(directory: str, stage: str) -> None:
+    shared = pathlib.Path(directory)
+    atexit.register(
+        lambda: (shared / f"end-{rank}").write_text(str(len(list(shared.glob("result-*")))))
+    )  # it runs after what the strategy registers
     strategy = tfdist.make_strategy(timeout=LONG_TIMEOUT_S)
     rank = 0 if is_chief(strategy) else 1
-    shared = pathlib.Path(directory)
     own = shared / f"rank-{rank}"
     epochs = []
 
@@ -135,6 +139,7 @@ def main(directory: str, stage: str) -> None:
         "long steps": int(long.optimizer.iterations.numpy()),
         "slow weights": slow.get_weights(),
     }
+    time.sleep(0.5 * rank)
     (shared / f"result-{rank}.pickle").write_bytes(pickle.dumps(result))
 
 

@@ -102,6 +102,7 @@ class RemoteRunner:
         self._iterators: dict[int, tuple[Pass, Any, int]] = {}
         self._pass: Pass | None = None
         self._first_batch = 0  # number of the first batch taken
+        self._end: int | None = None  # `optimizer.iterations` at the end of the last epoch
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -127,8 +128,7 @@ class RemoteRunner:
     def _call(self, iterator) -> dict[str, Any]:
         if not self._calls:
             self._seeds = metric_deltas.seeds(self.model)
-            counter = self._counter()
-            self._base = 0 if counter is None else int(counter.numpy())
+            self._base = self._count_updates()
             self._started = time.monotonic()
         if isinstance(iterator, Pass):
             self._dispatch_call(iterator)
@@ -220,12 +220,10 @@ class RemoteRunner:
             self.join()
         results = self._update_logs()
         counter = self._counter()
-        if (
-            counter is not None
-            and self._updates
-            and int(counter.numpy()) != self._base + self._updates
-        ):  # a step ran twice, after its worker was lost
-            counter.assign(self._base + self._updates)
+        if counter is not None and self._updates:
+            self._end = self._base + self._updates
+            if int(counter.numpy()) != self._end:  # a step ran twice, after its worker was lost
+                counter.assign(self._end)
         if len(self._seeds):
             metric_deltas.next_seeds(self.model, self._steps)
         self.stats.seconds += time.monotonic() - self._started
@@ -260,6 +258,19 @@ class RemoteRunner:
                     value = tf.convert_to_tensor(known[index][position])
                 self.logs[key] = value
         return results
+
+    def _count_updates(self) -> int:
+        """Return `optimizer.iterations` at the start of an epoch.
+
+        Late steps of lost workers are not counted. They may end after `end_epoch`.
+        """
+        counter = self._counter()
+        count = 0 if counter is None else int(counter.numpy())
+        late = self._pool.requeued * self.model.steps_per_execution
+        if counter is None or self._end is None or not self._end < count <= self._end + late:
+            return count
+        counter.assign(self._end)
+        return self._end
 
     def _counter(self) -> keras.Variable | None:
         return None if self.model.optimizer is None else step_counter(self.model.optimizer)

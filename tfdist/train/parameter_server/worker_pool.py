@@ -88,7 +88,13 @@ class Pool:
         workers: Workers by index, with their addresses.
         servers: Parameter servers by index, with their addresses.
         timeout: Time in seconds to wait for a worker if none is left, and for one work item.
+
+    Attributes:
+        requeued: Number of work items given to another worker since the pool was opened. A lost
+            worker may still complete its own run of them.
     """
+
+    requeued = 0
 
     def __init__(self, strategy, workers: list[Task], servers: list[Task], timeout: float):
         self.workers = workers
@@ -112,6 +118,7 @@ class Pool:
         self._session += 1
         self._error = None
         self._idle_since = None
+        self.requeued = 0
         for _ in self.workers:
             server_compat.schedule(self._coordinator, self._run_worker)
         try:
@@ -235,6 +242,7 @@ class Pool:
     def _requeue(self, worker: int, running: Running) -> None:
         if not running.abandoned:
             running.abandoned = True
+            self.requeued += len(running.items)
             self._queue.extendleft(reversed(running.items))
         self._lost.add(worker)
         self.changed.notify_all()

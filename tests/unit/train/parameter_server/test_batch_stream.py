@@ -221,3 +221,22 @@ def test_arguments_travel_with_the_call_to_a_worker(batches, stacks):
         runner.execute(0, [WorkItem(3, batches or 2, rows, graph=graph)], call)
     assert devices == [HOST] * (3 * 3 if batches else 5)
     assert indices == ([3, 4, 5] if batches else [None, 3])
+
+
+def test_late_steps_of_lost_workers_do_not_count():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.build((None, 1))
+    pool = types.SimpleNamespace(requeued=0)
+    runner = RemoteRunner(pool, None, model, model.train_step, None, None, HOST)
+    iterations = model.optimizer.iterations
+    iterations.assign(7)  # a fit goes on where another has ended
+    pool.requeued = 2
+    assert runner._count_updates() == 7
+    runner._end = 7
+    iterations.assign_add(2)
+    assert runner._count_updates() == int(iterations) == 7
+    for requeued, assigned in ((2, 10), (2, 0), (0, 8)):  # a callback's own assignments stay
+        pool.requeued = requeued
+        iterations.assign(assigned)
+        assert runner._count_updates() == int(iterations) == assigned
