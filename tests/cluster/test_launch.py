@@ -173,9 +173,11 @@ def test_no_orphan_when_the_launcher_is_killed(kill, launch):
     shell = "sleep 300 & touch $TFDIST_TASK.ready; sleep 300; true"
     process = launch.start("--workers", "2", command=("bash", "-c", shell))
     launch.wait_for("worker:0.ready", "worker:1.ready")
-    assert (
-        len(launch.living()) >= 7
-    )  # the launcher, its guardian, two shells, at least three of their children
+    deadline = time.monotonic() + launch.bound
+    # The launcher, its guardian, two shells, at least three of their children.
+    while (count := len(launch.living())) < 7:
+        assert time.monotonic() < deadline, f"{count} processes"
+        time.sleep(0.05)
     kill(process.pid, signal.SIGKILL)
     assert launch.wait_for_nobody() == []
 
