@@ -32,7 +32,11 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
     }
     # TensorFlow's other CPU allocator does not count tensors below 256 KB.
     answer, end = subprocesses.ask(
-        "tfdist.tools.plan.probe", question, flags.timeout, TF_CPU_ALLOCATOR_USE_BFC="true"
+        "tfdist.tools.plan.probe",
+        question,
+        flags.timeout,
+        TF_CPU_ALLOCATOR_USE_BFC="true",
+        TF_ENABLE_ONEDNN_OPTS="1",  # without it TensorFlow does not count the memory of a CPU
     )
     if "error" in answer or not answer:
         problem = (
