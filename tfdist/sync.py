@@ -12,6 +12,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["DiLoCo", "Gradients", "LocalSGD", "Policy"]
+
 # Small gradients share one collective. A larger gradient has its own collective: it need not be
 # copied, and it is sent while others are still computed.
 BUCKET_BYTES = 4 << 20
@@ -166,6 +168,7 @@ def DiLoCo(
 
 
 Policy = Gradients | LocalSGD
+"""Type of a synchronization policy."""
 
 
 def policy(value: Any) -> Policy:
