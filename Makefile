@@ -12,7 +12,7 @@ PYTEST = -m pytest -q
 FILES = --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs clean
+.PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs dist-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make soak         twenty minutes with thirty kills: goodput, and threads, files and memory stay flat"
 	@echo "make bench        measure what fit, one device, policies, shards, stages, parameter servers, failures, step breakdown, input and many tasks cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
+	@echo "make dist-check builds wheel and sdist, installs each in a new environment, and uses it"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
 
@@ -75,6 +76,9 @@ notebooks: .venv/installed-notebooks
 
 docs: .venv/installed-docs
 	$(BIN)/python -m mkdocs build --strict
+
+dist-check: | .venv/bin/python
+	$(BIN)/python .ci/dist_check.py
 
 clean:
 	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache
