@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import tfdist
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "tfdist"
 PAGE = ROOT / "docs" / "api" / "index.md"
@@ -175,3 +177,8 @@ def test_private_names_would_be_found():
         "tfdist.sync.Gradients",
     }
     assert private("tfdist.data.order.permute")
+
+
+def test_citation_has_the_version_of_the_package():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {tfdist.__version__}\n" in text
