@@ -118,7 +118,8 @@ def build(directory: pathlib.Path) -> list[pathlib.Path]:
     }
     with tarfile.open(sdist) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    compare(sdist, {*packaged, "LICENSE", "CHANGELOG.md", "README.md"}, names)
+    pages = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md"}
+    compare(sdist, packaged | pages, names)
     inside = {name for name in packaged if not name.endswith(SOURCES)}
     inside = {re.sub("^configs/", "tfdist/configs/", name) for name in inside}
     names = set(zipfile.ZipFile(wheel).namelist())
