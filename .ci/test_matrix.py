@@ -54,7 +54,7 @@ class Row:
     @property
     def passed(self) -> bool:
         """Return whether all tests passed."""
-        return all(re.fullmatch(r"passed \(\d+\)", cell) for cell in self.cells[3:])
+        return all(re.fullmatch(r"passed \(.*\)", cell) for cell in self.cells[3:])
 
     def __str__(self) -> str:
         return f"| {' | '.join(self.cells)} |"
@@ -139,7 +139,7 @@ def verdict(code: int, text: str) -> str:
 
     Example:
         >>> verdict(0, "60 passed, 2 skipped in 9.00s")
-        'passed (60)'
+        'passed (60, 2 skipped)'
         >>> verdict(1, "2 failed, 58 passed in 9.00s")
         'failed (2 of 60)'
     """
@@ -147,11 +147,13 @@ def verdict(code: int, text: str) -> str:
         return "failed (not done in time)"
     last = text.strip().rpartition("\n")[2]
     counts = {
-        word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)s?\b", last)
+        word: int(number)
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)s?\b", last)
     }
     bad = counts.get("failed", 0) + counts.get("error", 0)
     if code == 0 and counts.get("passed"):
-        return f"passed ({counts['passed']})"
+        skipped = f", {counts['skipped']} skipped" if "skipped" in counts else ""
+        return f"passed ({counts['passed']}{skipped})"
     return f"failed ({bad} of {bad + counts.get('passed', 0)})" if bad else "failed (did not start)"
 
 

@@ -47,7 +47,7 @@ def test_page_has_the_tested_versions():
     passed = [
         tuple(".".join(version.split(".")[:2]) for version in (tensorflow, keras))
         for tensorflow, keras, _, *results in rows
-        if all(re.fullmatch(r"passed \(\d+\)", result) for result in results)
+        if all(re.fullmatch(r"passed \(.*\)", result) for result in results)
     ]
     assert passed == list(versions_in(MODULE))
     assert passed
@@ -76,7 +76,7 @@ def test_only_versions_that_passed_become_tested(matrix):
 @pytest.mark.parametrize(
     ("code", "text", "verdict"),
     [
-        (0, "....\n60 passed, 2 skipped in 9.00s\n", "passed (60)"),
+        (0, "....\n60 passed, 2 skipped in 9.00s\n", "passed (60, 2 skipped)"),
         (1, "..F\n1 failed, 59 passed in 9.00s\n", "failed (1 of 60)"),
         (1, "2 errors in 1.00s\n", "failed (2 of 2)"),
         (0, "2 skipped in 9.00s\n", "failed (did not start)"),
