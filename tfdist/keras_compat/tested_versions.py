@@ -8,7 +8,10 @@ import re
 log = logging.getLogger("tfdist")
 
 # (TensorFlow, Keras) that passed; `make test-matrix` writes this and the table of docs/versions.md.
-TESTED: tuple[tuple[str, str], ...] = (("2.21", "3.15"),)
+TESTED: tuple[tuple[str, str], ...] = (
+    ("2.19", "3.10"),
+    ("2.21", "3.15"),
+)
 
 
 def warn_if_untested(tensorflow: str, keras: str) -> None:
