@@ -14,7 +14,7 @@ WITHOUT_ONEDNN = TF_ENABLE_ONEDNN_OPTS=0
 FILES = --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs clean
+.PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs dist-check test-matrix clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,12 +23,14 @@ help:
 	@echo "make test-quick   lint, types, doctests and unit tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI, Ray, Kubernetes"
+	@echo "make test-matrix the same on each TensorFlow and Keras that can be installed; writes the table of docs/versions.md"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
 	@echo "make soak         twenty minutes with thirty kills: goodput, and threads, files and memory stay flat"
 	@echo "make bench        measure what fit, one device, policies, shards, stages, parameter servers, failures, step breakdown, input and many tasks cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
+	@echo "make dist-check builds wheel and sdist, installs each in a new environment, and uses it"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
 
@@ -63,6 +65,10 @@ test-compat: .venv-compat/installed
 	.venv-compat/bin/python $(PYTEST) tests/unit/keras_compat
 	.venv-compat/bin/python $(PYTEST) tests/parity -k mirrored-2
 
+# COMBINATIONS="2.19:3.10 2.21:3.15" runs these only.
+test-matrix: | .venv/bin/python
+	$(BIN)/python .ci/test_matrix.py $(COMBINATIONS)
+
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
 	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/snapshots.py; snapshots=$$?; $(BIN)/python benchmarks/step_breakdown.py; step_breakdown=$$?; \
@@ -78,8 +84,11 @@ notebooks: .venv/installed-notebooks
 docs: .venv/installed-docs
 	$(BIN)/python -m mkdocs build --strict
 
+dist-check: | .venv/bin/python
+	$(BIN)/python .ci/dist_check.py
+
 clean:
-	rm -rf .venv .venv-compat build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-compat .venv-matrix build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp for each of setup.py's extras.

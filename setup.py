@@ -1,9 +1,13 @@
 """Package metadata of tfdist."""
 
 import pathlib
+import re
 
 from setuptools import Extension, find_packages, setup
 
+(VERSION,) = re.findall(
+    r'^__version__ = "(.+)"$', pathlib.Path("tfdist/__init__.py").read_text(encoding="utf-8"), re.M
+)
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
 NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", *PLOT, *DIGITS]
@@ -62,13 +66,32 @@ TRANSPORT = Extension(
 
 setup(
     name="tfdist",
-    version="0.1.0",
+    version=VERSION,
     description=(
         "Distributed training for Keras 3 on TensorFlow: one script, any strategy, one launcher."
     ),
     long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["distributed training", "keras", "machine learning", "tensorflow"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     # The configs of the repository are a part of the package: `tfdist train --config=digits`.
     packages=[*find_packages(include=["tfdist", "tfdist.*"]), "tfdist.configs"],

@@ -26,6 +26,7 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
+    "SECURITY.md",
     "benchmarks/reports/*.md",
     "notebooks/*.ipynb",
 )

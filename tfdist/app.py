@@ -14,6 +14,8 @@ from tfdist import flags
 from tfdist.runtime.configuration_errors import exit_on_configuration_error
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
+__all__ = ["run"]
+
 
 def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run `main`, and end the process with its result.

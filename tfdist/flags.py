@@ -9,6 +9,8 @@ from __future__ import annotations
 from absl import flags
 from absl import logging as _absl_logging  # noqa: F401  defines --log_dir
 
+__all__ = ["define", "parsed_options"]
+
 
 def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Define tfdist's flags, before the command line is parsed; a second call is harmless.

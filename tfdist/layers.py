@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+__all__ = ["ShardedEmbedding"]
+
 # Number of values of the largest table that is initialized as a whole: 256 MB of float32, in the
 # memory of each parameter server.
 MAX_WHOLE_VALUES = 2**26

@@ -11,6 +11,8 @@ from keras import layers
 
 from tfdist.config import nearest, user_functions
 
+__all__ = ["MODELS", "Positions", "build", "cnn", "mlp", "resnet", "transformer"]
+
 PIXEL = 1 / 255
 
 
@@ -239,6 +241,7 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     "resnet": resnet,
     "transformer": transformer,
 }
+"""Functions that build the models, by the names that `build` takes."""
 
 
 def _from_function(name: str, options: dict[str, Any]) -> keras.Model:

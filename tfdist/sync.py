@@ -12,11 +12,14 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["COMM_DTYPES", "DiLoCo", "Gradients", "LocalSGD", "Policy"]
+
 # Small gradients share one collective. A larger gradient has its own collective: it need not be
 # copied, and it is sent while others are still computed.
 BUCKET_BYTES = 4 << 20
-COMM_DTYPES = ("bfloat16", "float16")
 COMBINE = ("mean", "replicas", "sum")
+COMM_DTYPES = ("bfloat16", "float16")
+"""Dtypes other than their own in which gradients may travel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +169,7 @@ def DiLoCo(
 
 
 Policy = Gradients | LocalSGD
+"""Type of a synchronization policy."""
 
 
 def policy(value: Any) -> Policy:

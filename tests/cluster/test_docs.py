@@ -8,15 +8,21 @@ file for the page's commands.
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import os
 import pathlib
 import re
+import shlex
 import shutil
 
 import pytest
 
+import tfdist
 from tests.forkserver import write_programs
 from tests.processes import PYTHON, ROOT, group
+from tfdist import cli
 from tfdist.cluster import addresses
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,6 +102,61 @@ def test_every_command_is_marked():
                 assert (ROOT / "tests" / "cluster" / f"{words.split()[1]}.py").is_file(), (
                     f"{page.name}: {words!r}"
                 )
+
+
+# --- docs/coming_from.md: what takes the place of a line of another tool --------------------------
+def replacements() -> list[str]:
+    """Return the code in the right-hand cells of the page's tables."""
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    assert all(len(row) == 2 for row in rows), [row for row in rows if len(row) != 2]
+    return [code for _, right in rows for code in re.findall(r"`([^`]+)`", right)]
+
+
+def test_commands_that_replace_others_can_be_parsed():
+    launch = command_of("launch")
+    commands = [code for code in replacements() if "tfdist " in code]
+    assert len(commands) >= 8
+    for code in commands:
+        words = shlex.split(code[code.index("tfdist ") :])
+        if "--" not in words:
+            words += ["--", "train.py"]
+        command_of(words[1]).parse(words[2:])
+    flags = [code.partition(" ")[0] for code in replacements() if code.startswith("--")]
+    assert len(flags) >= 8
+    assert not set(flags) - set(launch.parser().flags)
+
+
+def command_of(name: str):
+    module, _, attribute = cli.COMMANDS[name].target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_python_that_replaces_others_fits_its_signatures():
+    """A class or function is called with these arguments, or, if that has effects, could be."""
+    calls = [code for code in replacements() if re.match(r"(\w+ = )?tfdist\.\S+\(", code)]
+    assert len(calls) >= 20
+    for code in calls:
+        tree = ast.parse(code.partition(" = ")[2] or code, mode="eval")
+        node = tree.body
+        while isinstance(node, ast.Attribute):  # such as .is_chief of what a call returns
+            node = node.value
+        assert isinstance(node, ast.Call), code
+        function = node.func
+        if isinstance(function.value, ast.Call):  # a method of what another call returns
+            assert ast.unparse(function.value) == "tfdist.parallel.replicas()", code
+            function = getattr(tfdist.parallel.Group, function.attr)
+            arguments = [None, *node.args]
+        else:
+            function = eval(ast.unparse(function), {"tfdist": tfdist})
+            arguments = node.args
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        inspect.signature(function).bind(*arguments, **keywords)
+        for value in keywords.values():  # policies check their own values
+            if "tfdist.sync" in ast.unparse(value):
+                eval(ast.unparse(value), {"tfdist": tfdist})
+        if "sync" in keywords and isinstance(keywords["sync"], ast.Constant):
+            tfdist.sync.policy(keywords["sync"].value)
 
 
 def test_links_have_targets():

@@ -54,7 +54,8 @@ def fitted(model, *arrays, evaluated=False, **kwargs):
     figures = {f"history/{name}": np.asarray(values) for name, values in history.items()}
     if evaluated:
         results = model.evaluate(data, verbose=0, return_dict=True)
-        figures.update({f"test/{name}": np.asarray(value) for name, value in results.items()})
+        # Older versions of Keras nest the compiled metrics of a test_step.
+        figures.update({f"test/{n}": np.asarray(keras.tree.flatten(x)) for n, x in results.items()})
     return {**figures, **weights(model)}
 
 

@@ -5,6 +5,7 @@ Every case of `cases.py` and `guide_cases.py` runs under every strategy.
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 
@@ -49,6 +50,8 @@ SETUPS = {  # name: strategy, devices, processes, cases where not all
 PAIRS = (("one", "mirrored-2"), ("mirrored-3", "central-2"))
 # Keras applies a LossScaleOptimizer in a replica only; central storage refuses it.
 REFUSED = {("central-2", "loss_scaling"), ("central-2", "mixed_float16")}
+# With an activity regularizer. See "What to use instead" in docs/training.md.
+OF_ACTIVITIES = ("synchronized_batch_normalization", "endpoint_layer")
 TIMEOUT_S = 500  # for one setup: about 60 on an idle machine of 2 cores
 
 
@@ -68,9 +71,21 @@ def run(tmp_path_factory):
     return runs(tmp_path_factory, "runner.py", SETUPS, PAIRS, TIMEOUT_S)
 
 
+@pytest.fixture(scope="session")
+def sums_activities():
+    """Return whether this Keras sums activity regularizers over rows, and so over replicas' own."""
+    layer = keras.layers.Dense(1, kernel_initializer="ones", activity_regularizer="l1")
+    layer(np.ones((1, 1)))
+    of_one = float(layer.losses[0])
+    layer(np.ones((2, 1)))
+    return float(layer.losses[-1]) > 1.5 * of_one
+
+
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(("setup", "case"), cases())
-def test_equals_one_replica(run, setup, case):
+def test_equals_one_replica(run, setup, case, sums_activities):
+    if sums_activities and case in OF_ACTIVITIES:
+        pytest.skip("this Keras does not divide activity regularizers by the rows")
     one = run("one")[0][case]
     assert not isinstance(one, str), one
     for numbers in (process[case] for process in run(setup)):

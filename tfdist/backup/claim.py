@@ -26,6 +26,8 @@ from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.storage import files
 from tfdist.storage.store_errors import UnusableStore
 
+__all__ = ["Superseded", "holder"]
+
 NAME = "writer.json"
 NUMBERED = re.compile(r"writer-(\d+)\.json")
 

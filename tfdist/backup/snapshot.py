@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+__all__ = ["Damaged", "Snapshot", "arrays_of", "unpack"]
+
 MAGIC = b"tfdist snapshot\n"
 VERSION = 1
 _LENGTH = 8  # bytes

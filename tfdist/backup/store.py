@@ -21,6 +21,8 @@ from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Damaged, Snapshot, check, layout, pack, unpack
 from tfdist.storage import files
 
+__all__ = ["Store", "StoredSnapshot"]
+
 SUFFIX = ".tfdist"
 _NAME = re.compile(r"snapshot-(\d+)\.tfdist")
 _ROWS = re.compile(r"snapshot-(\d+)\.\w+\.\d+-of-\d+\.rows")

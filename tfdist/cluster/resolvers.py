@@ -34,6 +34,8 @@ from collections.abc import Mapping, Sequence
 from tfdist.cluster.spec import ClusterSpec, parse_task
 from tfdist.runtime.launch_protocol import ATTEMPT, LAUNCH
 
+__all__ = ["from_kubernetes", "from_open_mpi", "from_slurm", "resolve"]
+
 logger = logging.getLogger("tfdist")
 
 _ALONE = "TF_CONFIG={} runs each process alone"

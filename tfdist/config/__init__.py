@@ -1,6 +1,7 @@
 """Configuration of a training run: typed, validated sections of settings."""
 
-from tfdist.config.checks import nearest, step_range
+from tfdist.config.checks import nearest as nearest
+from tfdist.config.checks import step_range as step_range
 from tfdist.config.sections import (
     Data,
     Model,
@@ -11,9 +12,9 @@ from tfdist.config.sections import (
     Sync,
     Telemetry,
     Train,
-    check_key,
     default,
 )
+from tfdist.config.sections import check_key as check_key
 
 __all__ = [
     "Data",
@@ -25,8 +26,5 @@ __all__ = [
     "Sync",
     "Telemetry",
     "Train",
-    "check_key",
     "default",
-    "nearest",
-    "step_range",
 ]

@@ -8,10 +8,12 @@ number independently of the others, so it takes no memory and can start anywhere
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+__all__ = ["Order"]
 
 TAILS = ("partial", "pad", "drop")
 
@@ -165,7 +167,7 @@ class Order:
         """Return the number of batches of an epoch, which is the same on every worker."""
         return self.full if self.tail == "drop" else -(-self.examples // self.global_batch)
 
-    def rows(self, step: Any, minimum=min) -> Any:
+    def rows(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> Any:
         """Return the number of examples in a step's batch, without padding.
 
         Args:

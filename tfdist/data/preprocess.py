@@ -16,6 +16,8 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.data.sources.convert import as_source
 
+__all__ = ["Preprocess", "adapt"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:

@@ -18,8 +18,10 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.data.sources.source import call, takes
 
-# Mean and standard deviation of ImageNet's pixels (0 to 255): `images(224, **IMAGENET)`.
+__all__ = ["IMAGENET", "Images", "chain", "decode_image", "images", "seeds_for"]
+
 IMAGENET: Mapping[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
+"""Mean and standard deviation of ImageNet's pixels (0 to 255): `images(224, **IMAGENET)`."""
 
 _CROPS = ("random", "center", "none")
 # Interpolation methods whose pixels stay within the range of the pixels they are computed from.

@@ -3,9 +3,12 @@
 A strategy made by tfdist carries an *engine* in its attribute `tfdist_engine`. The hooks hand
 control to that engine: the methods of `keras.Model` in `MODEL_HOOKS`, `apply` of Keras' optimizers,
 the loss functions in `LOSS_HOOKS`, and `update_state` of Keras' running means. Without an engine
-they call Keras, so models outside tfdist's strategies behave as usual. Everything here was tested
-on Keras 3.10 to 3.15. A test in `tests/unit/keras_compat` fails if an upgrade moves a name.
+they call Keras, so models outside tfdist's strategies behave as usual. `tested_versions` lists the
+versions that this was tested with. A test in `tests/unit/keras_compat` fails if an upgrade moves a
+name.
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -21,6 +24,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfdist.keras_compat.tested_versions import warn_if_untested
+
+warn_if_untested(tf.__version__, keras.__version__)  # before the imports that a new version breaks
+
 from keras.src.backend.common import global_state as _global_state
 from keras.src.losses import (
     loss as _loss,
@@ -361,7 +369,7 @@ def _hook_symbolic_build() -> None:
 
 def _first_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
     """Return the first replica's first batch from Keras' epoch iterator."""
-    for _, _, batches in iterator:
+    for *_, batches in iterator:  # after one number of a step; two in later versions of Keras
         return tf.nest.map_structure(
             lambda x: strategy.experimental_local_results(x)[0], next(batches)
         )

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
+__all__ = ["WarmUp"]
+
 
 @keras.saving.register_keras_serializable("tfdist")
 class WarmUp(keras.optimizers.schedules.LearningRateSchedule):

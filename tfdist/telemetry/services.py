@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+__all__ = ["MlflowWriter", "WandbWriter"]
+
 log = logging.getLogger("tfdist")
 
 

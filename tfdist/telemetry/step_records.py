@@ -12,7 +12,8 @@ from typing import Any
 
 from tfdist.telemetry.layout import STEP_BREAKDOWN, append_json, read_json_lines, worker_directories
 
-# The parts of a step. They add up to the time from the end of one step to the end of the next.
+__all__ = ["PARTS", "Window", "per_step", "read"]
+
 PARTS = {
     "input": "waiting for the batch",
     "forward_backward": "the model's forward pass and its gradients",
@@ -21,6 +22,7 @@ PARTS = {
     "wait": "waiting for the slowest replica to bring its gradients",
     "host": "Python: Keras' loop, callbacks, starting calls",
 }
+"""Parts of a step, with what they are; they add up to the time from one step's end to the next."""
 
 _KEYS = {"steady": "compiled"}  # attributes of `Window` with another name in the file
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TextIO
 from tfdist.telemetry.layout import append_json, read_json_lines
 from tfdist.telemetry.named_scalars import named_scalars
 
+__all__ = ["ConsoleWriter", "JsonlWriter", "Telemetry", "TensorBoardWriter", "Writer"]
+
 log = logging.getLogger("tfdist")
 
 

@@ -3,6 +3,7 @@
 Whatever a killed writer leaves behind, the store finds the newest whole snapshot.
 """
 
+import base64
 import os
 import signal
 import subprocess
@@ -96,6 +97,19 @@ def test_random_bytes_are_detected(content):
     for begin in (b"", MAGIC):
         with pytest.raises(Damaged):
             unpack(begin + content, "here")
+
+
+# A file that tfdist 0.1.0 wrote; docs/versions.md promises that later versions read it.
+OF_0_1_0 = base64.b64decode(
+    "dGZkaXN0IHNuYXBzaG90Cp8AAAAAAAAAeyJ2ZXJzaW9uIjogMSwgImFycmF5cyI6IFtbImEiLCAiZmxvYXQ2NCIsIF"
+    "syLCAzXV0sIFsiYiIsICJpbnQ2NCIsIFtdXSwgWyJlbXB0eSIsICJmbG9hdDMyIiwgWzAsIDRdXV0sICJmYWN0cyI6"
+    "IHsiZXBvY2giOiAzLCAiaGlzdG9yeSI6IHsibG9zcyI6IFswLjUsIDAuMjVdfX19AAAAAAAAAAAAAAAAAADwPwAAAA"
+    "AAAABAAAAAAAAACEAAAAAAAAAQQAAAAAAAABRABwAAAAAAAAD4B1SD"
+)
+
+
+def test_files_of_earlier_versions_can_be_read():
+    same(unpack(OF_0_1_0, "f"), STATE)
 
 
 def test_another_format_version_is_not_called_damage(monkeypatch):

@@ -79,6 +79,20 @@ def test_evaluator_may_be_in_the_cluster_beside_it_or_nowhere():
 
 
 @pytest.mark.parametrize(
+    ("more", "more_of_task"),
+    [
+        ({"environment": "cloud"}, {}),  # Kubeflow's TFJob
+        ({"environment": "cloud", "job": '{"region": "r"}'}, {"cloud": "c", "trial": "1"}),
+    ],
+)
+def test_further_fields_of_platforms_are_ignored(more, more_of_task):
+    facts = json.loads(config(FULL, "ps"))
+    spec = ClusterSpec.from_tf_config(json.dumps(facts))
+    facts["task"] |= more_of_task
+    assert ClusterSpec.from_tf_config(json.dumps({**facts, **more})) == spec
+
+
+@pytest.mark.parametrize(
     "text", ["", "{}", '{"cluster": {}}', '{"task": {"type": "worker", "index": 0}}']
 )
 def test_tf_config_without_a_cluster_means_alone(text):

@@ -90,7 +90,8 @@ def test_a_step_builds_as_it_does_without_a_strategy(name, cls, mirrored, reques
     for a, b in zip(numbers, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        # Adam magnifies rounding where gradients are close to zero.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert int(model.decoder_optimizer.iterations.numpy()) == 9
 
 

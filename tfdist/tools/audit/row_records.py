@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+__all__ = ["Step", "read"]
+
 _HEAD = 7  # int64 words before the numbers; the last holds the CRC-32 of each of both
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from tfdist.runtime.formatting import counted
 
+__all__ = ["Bench", "Setup", "read"]
+
 FILE = "bench.json"
 KINDS = ("scaling", "predict", "allreduce")
 MODES = ("strong", "weak")  # fixed global batch, or fixed batch of each replica

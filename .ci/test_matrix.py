@@ -1,0 +1,193 @@
+"""Test the hooks into Keras, and parity, with each TensorFlow and Keras that can be installed.
+
+`make test-matrix` runs this. Each combination gets an environment of its own below .venv-matrix,
+which stays for the next time (about 2 GB each). What was seen is printed as a table, written to
+docs/versions.md, and what passed to `TESTED` of tfdist/keras_compat/tested_versions.py. To run
+some of the combinations only, name them: `make test-matrix COMBINATIONS="2.19:3.10 2.21:3.15"`; the
+rows of the others then stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import venv
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ENVIRONMENTS = ROOT / ".venv-matrix"
+PAGE = ROOT / "docs" / "versions.md"
+MODULE = ROOT / "tfdist" / "keras_compat" / "tested_versions.py"
+TENSORFLOW = ("2.19", "2.20", "2.21")
+KERAS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
+SUITES = {
+    "hooks": ("tests/unit/keras_compat",),
+    "parity": ("tests/parity", "-k", "mirrored-2"),
+}
+PACKAGES = ("pytest>=8", "pytest-timeout>=2.3")
+NOT_INSTALLABLE = re.compile(r"ResolutionImpossible|No matching distribution found")
+HEADER = (
+    "| TensorFlow | Keras | Python | hooks | parity, `mirrored-2` |",
+    "|---|---|---|---|---|",
+)
+BEGIN, END = "<!-- of make test-matrix -->\n", "<!-- end -->\n"
+INSTALL_S = 1800
+TESTS_S = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Result of a combination: versions as installed, and what its tests said.
+
+    Attributes:
+        combination: Minor versions of TensorFlow and Keras.
+        cells: Cells of the table.
+    """
+
+    combination: tuple[str, str]
+    cells: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Return whether all tests passed."""
+        return all(re.fullmatch(r"passed \(.*\)", cell) for cell in self.cells[3:])
+
+    def __str__(self) -> str:
+        return f"| {' | '.join(self.cells)} |"
+
+
+def main(argv: list[str]) -> int:
+    """Return 0 if no combination failed, else 1."""
+    everything = [f"{tensorflow}:{keras}" for tensorflow in TENSORFLOW for keras in KERAS]
+    parser = argparse.ArgumentParser(prog="make test-matrix", description=__doc__)
+    parser.add_argument("combinations", nargs="*", metavar="TENSORFLOW:KERAS")
+    words = parser.parse_args(argv).combinations or everything
+    for word in words:
+        if not re.fullmatch(r"\d+\.\d+:\d+\.\d+", word):
+            parser.error(f"{word}: expected minor versions such as {everything[0]}")
+    rows = {row.combination: row for row in rows_of(PAGE.read_text(encoding="utf-8"))}
+    seen = []
+    for word in words:
+        row = run(*word.split(":"))
+        print(row, flush=True)
+        seen.append(row)
+        rows[row.combination] = row
+        write(sorted(rows.values(), key=lambda row: numbers(row.combination)))  # as far as it came
+    print("\n".join(["", *HEADER, *map(str, seen)]))
+    return int(any(not row.passed and row.cells[2] for row in seen))
+
+
+def numbers(combination: tuple[str, str]) -> list[list[int]]:
+    """Return the versions as numbers, by which they are sorted."""
+    return [[int(part) for part in version.split(".")] for version in combination]
+
+
+def run(tensorflow: str, keras: str) -> Row:
+    """Install a combination, and return what its tests say."""
+    directory = ENVIRONMENTS / f"tensorflow-{tensorflow}-keras-{keras}"
+    python = directory / "bin" / "python"
+    if not python.exists():
+        venv.create(directory, with_pip=True)
+    wanted = (f"tensorflow=={tensorflow}.*", f"keras=={keras}.*")
+    print(f"{' '.join(wanted)}: installing into {directory.relative_to(ROOT)}", flush=True)
+    install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--editable", "."]
+    code, text = output(
+        directory / "install.log", [python, *install, *wanted, *PACKAGES], INSTALL_S
+    )
+    if code:
+        why = "not installable" if NOT_INSTALLABLE.search(text) else "installation failed"
+        return Row((tensorflow, keras), (tensorflow, keras, "", why, why))
+    print(f"{' '.join(wanted)}: testing", flush=True)
+    names = ("tensorflow", "keras")
+    show = f"import importlib.metadata as m, platform; print(*map(m.version, {names}), sep='\\n')"
+    _, text = output(
+        directory / "versions.log", [python, "-c", f"{show}; print(platform.python_version())"], 60
+    )
+    versions = text.split()[-3:]
+    cells = []
+    for suite, words in SUITES.items():
+        log = directory / f"{suite}.log"
+        cells.append(verdict(*output(log, [python, "-m", "pytest", "-q", *words], TESTS_S)))
+    return Row((tensorflow, keras), (*versions, *cells))
+
+
+def output(log: pathlib.Path, command: list, timeout: float) -> tuple[int, str]:
+    """Return exit code and output of a command, which is kept in a log."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                [str(word) for word in command],
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    return code, log.read_text(errors="replace")
+
+
+def verdict(code: int, text: str) -> str:
+    """Return what a run of pytest says, from its last line.
+
+    Example:
+        >>> verdict(0, "60 passed, 2 skipped in 9.00s")
+        'passed (60, 2 skipped)'
+        >>> verdict(1, "2 failed, 58 passed in 9.00s")
+        'failed (2 of 60)'
+    """
+    if code == 124:
+        return "failed (not done in time)"
+    last = text.strip().rpartition("\n")[2]
+    counts = {
+        word: int(number)
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)s?\b", last)
+    }
+    bad = counts.get("failed", 0) + counts.get("error", 0)
+    if code == 0 and counts.get("passed"):
+        skipped = f", {counts['skipped']} skipped" if "skipped" in counts else ""
+        return f"passed ({counts['passed']}{skipped})"
+    return f"failed ({bad} of {bad + counts.get('passed', 0)})" if bad else "failed (did not start)"
+
+
+def rows_of(page: str) -> list[Row]:
+    """Return the rows of the table on the page."""
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    rows = []
+    for line in table.splitlines()[len(HEADER) :]:
+        cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
+        rows.append(Row((minor(cells[0]), minor(cells[1])), cells))
+    return rows
+
+
+def minor(version: str) -> str:
+    """Return the minor version of a version."""
+    return ".".join(version.split(".")[:2])
+
+
+def write(rows: list[Row]) -> None:
+    """Write the table of the page, and `TESTED` of the package."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    table = "\n".join([*HEADER, *map(str, rows)])
+    PAGE.write_text(f"{before}{BEGIN}{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    pairs = [f'("{a}", "{b}"),' for a, b in (row.combination for row in rows if row.passed)]
+    lines = "".join(f"\n    {pair}" for pair in pairs) + "\n" if len(pairs) > 1 else "".join(pairs)
+    module, count = re.subn(
+        r"(?ms)^(TESTED: [^=]* = )\(.*?\)\n\n",
+        lambda match: f"{match[1]}({lines})\n\n",
+        MODULE.read_text(encoding="utf-8"),
+    )
+    assert count == 1, MODULE
+    MODULE.write_text(module, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
