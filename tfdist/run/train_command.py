@@ -102,6 +102,7 @@ def parse(argv: Sequence[str]) -> config.Run:
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
+            _check_parts(key[1])
             _make_mappings(settings, key[1])
     values = flags.FlagValues()
     # Unlocked, so that the file need not list all options of a model. The keys are checked before
@@ -121,6 +122,18 @@ def parse(argv: Sequence[str]) -> config.Run:
     if left:
         raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
     return config.Run.from_dict(values.config.to_dict())
+
+
+def _check_parts(key: str) -> None:
+    """Raise ValueError if a part of a key is no name, which ml_collections cannot parse."""
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        if not part.isidentifier():
+            entry = part if part.isdecimal() else repr(part)
+            raise ValueError(
+                f"--config.{key}: expected names between the dots, received {part!r}. Set the "
+                f"mapping as a whole: --config.{'.'.join(parts[:i])}='{{{entry}: VALUE}}'"
+            )
 
 
 def _make_mappings(settings: ConfigDict, key: str) -> None:
@@ -163,16 +176,20 @@ def run(settings: config.Run) -> dict[str, Any]:
         import keras
 
         import tfdist
-        from tfdist.run import build, input_pipeline, telemetry_callbacks
+        from tfdist.run import build, compilation, input_pipeline, telemetry_callbacks
+        from tfdist.run.fit_callbacks import callbacks, check_optimizer
         from tfdist.strategies.factory import is_chief
 
         telemetry_callbacks.check(settings)
         strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
+    own = callbacks(settings.train, directory, chief)
     train = input_pipeline.pipeline(settings, "train")
     test = input_pipeline.pipeline(settings, "eval")
+    class_weight = compilation.class_weight(settings, train)
     model = build.make_model(settings, strategy, train)
+    check_optimizer(own, model)
 
     paths = {
         "logs": telemetry_callbacks.shown(settings, directory),
@@ -198,14 +215,16 @@ def run(settings: config.Run) -> dict[str, Any]:
         str(paths["backup"]), memory_freq=settings.train.memory_freq or None
     )
     log, watching = telemetry_callbacks.callbacks(settings, strategy, directory, backup, test)
-    model.fit(
+    history = model.fit(
         train,
         epochs=settings.train.epochs,
         validation_data=test,
         shuffle=False,  # the data pipeline shuffles
+        class_weight=class_weight,
         callbacks=[
             backup,
             *_checkpoints(where, directory),
+            *own,  # before those that write logs, to which they may add
             *watching,
             keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
@@ -218,7 +237,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         **metrics,
         "name": settings.name,
         "metrics": metrics,
-        "epochs": settings.train.epochs,
+        "epochs": max(history.epoch, default=-1) + 1,  # a callback may stop the training
         "examples_per_second": log.rate(
             input_pipeline.examples(train) or _examples_read(model, len(log.seconds))
         ),
