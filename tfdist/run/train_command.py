@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import runpy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.config import packaged, user_functions
+from tfdist.run import config_files
 from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Trains what a config file describes. FILE.py defines get_config(), which returns
-tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. A name such as
-"digits" that is no file is that of a config of the package. --profile is short for
+tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. FILE.yaml has the
+same keys in its sections, and may name another config that it changes: `base: digits`. A name such
+as "digits" that is no file is that of a config of the package. --profile is short for
 --config.telemetry.profile.
 
 Keys with their defaults, types and allowed values:
@@ -98,18 +98,19 @@ def parse(argv: Sequence[str]) -> config.Run:
     path = words.pop(position).partition("=")[2] or (
         words.pop(position) if words[position:] else ""
     )
-    settings = _load(path)
+    settings = config_files.load(path)
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
             _check_parts(key[1])
-            _make_mappings(settings, key[1])
+            _make_mappings(settings.values, key[1])
+            settings = settings.without(key[1])
     values = flags.FlagValues()
     # Unlocked, so that the file need not list all options of a model. The keys are checked before
     # and after.
     config_flags.DEFINE_config_dict(
         "config",
-        settings,
+        settings.values,
         flag_values=values,
         sys_argv=["tfdist train", *words],
         lock_config=False,
@@ -121,7 +122,10 @@ def parse(argv: Sequence[str]) -> config.Run:
         raise ValueError(f"{error}. `tfdist train --help` lists the keys.") from error
     if left:
         raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
-    return config.Run.from_dict(values.config.to_dict())
+    try:
+        return config.Run.from_dict(values.config.to_dict())
+    except ValueError as error:
+        raise settings.locate(error) from error
 
 
 def _check_parts(key: str) -> None:
@@ -378,27 +382,6 @@ def _examples_read(model: keras.Model, epochs: int) -> int | None:
     return stats.examples // epochs if stats and epochs else None
 
 
-def _load(path: str) -> ConfigDict:
-    """Return the result of get_config() in a file.
-
-    The text after a colon in the path, if there is one, is passed to it.
-    """
-    from ml_collections import ConfigDict
-
-    path, colon, text = path.partition(":")
-    file = packaged.find(path)
-    try:
-        result = runpy.run_path(file)["get_config"](*([text] if colon else []))
-    except Exception as error:
-        raise user_functions.failed(f"--config={path}", error) from error
-    if not isinstance(result, ConfigDict):
-        raise ValueError(
-            f"--config={path}: expected get_config() to return a changed tfdist.config.default(), "
-            f"received {result!r}."
-        )
-    return result
-
-
 def _write_json(path: Path, value: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -407,7 +390,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 main = Command(
     name="tfdist train",
-    usage="tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]",
+    usage="tfdist train --config=FILE [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]",
     description=_help,
     exit_codes=_EXIT_CODES,
     run=_train,
