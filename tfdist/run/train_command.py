@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.run import config_files
+from tfdist.run import config_files, sweep
 from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
@@ -33,12 +33,17 @@ same keys in its sections, and may name another config that it changes: `base: d
 as "digits" that is no file is that of a config of the package. --profile is short for
 --config.telemetry.profile.
 
+--sweep KEY=VALUE,VALUE trains once with each value, one run after the other; several of these train
+once with each combination. Finished runs are not repeated. --sweep-index N trains only the Nth
+combination, from 0, where each is a job of its own; N may be the name of an environment variable,
+such as SLURM_ARRAY_TASK_ID.
+
 Keys with their defaults, types and allowed values:
 
 """
 _EXIT_CODES: ExitCodes = {
     0: "the training is complete",
-    1: "an exception ended the training",
+    1: "an exception ended the training, or runs of a sweep failed",
     PREEMPTED_CODE: "SIGTERM ended the training after a snapshot; the same command resumes it",
     TRANSIENT_CODE: "another task of the cluster was absent or is lost; another start may help",
     CONFIGURATION_CODE: "the command line or the config is wrong",
@@ -55,7 +60,7 @@ def _help() -> str:
 def _words() -> list[str]:
     from tfdist.config import reference
 
-    return ["--profile", *reference.flags()]
+    return ["--profile", sweep.FLAG, sweep.INDEX_FLAG, *reference.flags()]
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,7 +73,19 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _train(flags: argparse.Namespace, words: list[str]) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tfdist").setLevel(logging.INFO)
-    run(parse(words))
+    request = sweep.split(words)
+    if not request.values:
+        run(parse(words))
+        return 0
+    runs = sweep.plan(request, parse)
+    if request.index is None:
+        sweep.check_alone(runs)
+        return sweep.run_all(runs)
+    chosen = runs[request.index]
+    if chosen.summary() is not None:
+        print(f"{chosen.label} in {chosen.directory} is already done", flush=True)
+        return 0
+    run(chosen.settings)
     return 0
 
 
@@ -390,7 +407,8 @@ def _write_json(path: Path, value: Any) -> None:
 
 main = Command(
     name="tfdist train",
-    usage="tfdist train --config=FILE [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]",
+    usage="tfdist train --config=FILE [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]\n"
+    "       [--sweep KEY=VALUE,VALUE ... [--sweep-index N]]",
     description=_help,
     exit_codes=_EXIT_CODES,
     run=_train,
