@@ -82,7 +82,7 @@ def test_a_command_of_the_docs(page, programs, text, project, environ, tmp_path)
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{missing[0]} is not installed")
-    for name, code in blocks(page, "python"):
+    for name, code in (*blocks(page, "python"), *blocks(page, "yaml")):
         if name:
             (project / name).write_text(code)
     with group(tmp_path) as members:

@@ -1,5 +1,6 @@
 """Test a run of two workers in a real TensorBoard: its server's answers, and a browser's view."""
 
+import csv
 import io
 import json
 import re
@@ -38,6 +39,9 @@ def runs(tmp_path_factory, digits_dir):
         "data.train_split": "train[:500]",
         "data.eval_split": "test[:100]",
         "train.epochs": 2,
+        "train.callbacks": "csv_logger, model_checkpoint",
+        "train.callback_options.csv_logger.filename": "log.csv",
+        "train.callback_options.model_checkpoint.filepath": "saved/{epoch}.keras",
         "telemetry.histograms": 1,
         "telemetry.images": 8,
         "telemetry.profile_workers": "all",
@@ -96,6 +100,17 @@ def test_each_run_has_its_curves(server, runs):
         )
         assert [step for _, step, _ in points] == [0, 1]
         assert all(value > 0 for *_, value in points)
+
+
+def test_files_of_callbacks_are_written_once(runs):
+    with (runs / "tiny" / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    history = [
+        json.loads(line) for line in (runs / "tiny" / "history.jsonl").read_text().splitlines()
+    ]
+    assert [float(row["val_loss"]) for row in rows] == [line["val_loss"] for line in history]
+    saved = sorted(path.name for path in (runs / "tiny" / "saved").iterdir())
+    assert saved == ["1.keras", "2.keras"]
 
 
 def test_the_graph_is_there_as_layers_and_as_operations(server):

@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from tfdist.backup import shards
 from tfdist.backup.snapshot import Snapshot
-from tfdist.keras_compat import STEP_COUNTERS, engine_of
+from tfdist.keras_compat import CALLBACK_STATE as PRIVATE_STATE
+from tfdist.keras_compat import engine_of
 from tfdist.keras_compat.parallel import as_shards
 
 # Attributes of Keras callbacks that carry state between steps and epochs. Other callbacks define
@@ -25,7 +26,7 @@ _CALLBACK_STATE: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.EarlyStopping, ("wait", "best", "best_epoch", "stopped_epoch")),
     (keras.callbacks.ReduceLROnPlateau, ("wait", "best", "cooldown_counter")),
     (keras.callbacks.ModelCheckpoint, ("best", "epochs_since_last_save")),
-    *STEP_COUNTERS,
+    *PRIVATE_STATE,
 )
 
 _KINDS = "model", "optimizer"

@@ -148,7 +148,7 @@ def check(section: Any, path: str) -> None:
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         key = f"{path}.{field.name}" if path else field.name
-        value = _typed(key, getattr(section, field.name), hints[field.name])
+        value = typed(key, getattr(section, field.name), hints[field.name])
         object.__setattr__(section, field.name, value)
         rule = field.metadata
         if value is None:
@@ -176,7 +176,19 @@ def check_name(key: str, value: str, names: tuple[str, ...], loose: bool) -> Non
         )
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
+def typed(key: str, value: Any, hint: Any) -> Any:
+    """Return a value that has the type of its key.
+
+    Integers become floats where floats are expected.
+
+    Args:
+        key: Key of the setting.
+        value: Value that was received.
+        hint: Type of the key, as `hint` returns it.
+
+    Raises:
+        ValueError: If the value has another type.
+    """
     if isinstance(hint, types.UnionType):
         if value is None:
             return None

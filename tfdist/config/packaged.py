@@ -46,5 +46,5 @@ def find(name: str) -> str:
     packaged = "" if os.path.basename(name) != name else f" Packaged: {nearest(name, names())}"
     raise ValueError(
         f"--config={name}: no such file in {os.getcwd()}. Name a Python file that defines "
-        f"get_config(), or a packaged config.{packaged}"
+        f"get_config(), a YAML file, or a packaged config.{packaged}"
     )

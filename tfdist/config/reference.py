@@ -12,11 +12,16 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tfdist.config.keras_callbacks import CALLBACKS
 from tfdist.config.keras_names import METRICS
 from tfdist.config.sections import BACKENDS, Run
 
 FUNCTION = "FILE.py:FUNCTION"
-WORDS = {"train.metrics": (*METRICS, FUNCTION), "telemetry.backends": BACKENDS}
+WORDS = {
+    "train.metrics": (*METRICS, FUNCTION),
+    "train.callbacks": (*CALLBACKS, "FILE.py:CLASS"),
+    "telemetry.backends": BACKENDS,
+}
 TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tfdist.config import keras_callbacks
 from tfdist.config.checks import (
     above,
     at_least,
@@ -145,7 +147,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Training: epochs, optimizer, learning rate, loss, metrics, precision and seed.
+    """Training: epochs, optimizer, learning rate, loss, metrics, callbacks and seed.
 
     Attributes:
         epochs: Number of passes over the training split.
@@ -172,7 +174,13 @@ class Train:
         metrics: Keras metrics, as words with commas; FILE.py:FUNCTION may be one, a function
             metric(y_true, y_pred) or a subclass of `keras.metrics.Metric`. Empty: none.
         metric_options: Options of the metrics, by their names, such as
-            {"sparse_top_k_categorical_accuracy": {"k": 5}}.
+            {"sparse_top_k_categorical_accuracy": {"k": 5}}; those of FILE.py:FUNCTION by FUNCTION.
+        callbacks: Keras callbacks, as words with commas; FILE.py:CLASS may be one, a subclass of
+            `keras.callbacks.Callback`, or a function that returns one. Empty: none.
+        callback_options: Options of the callbacks, by their names, such as
+            {"early_stopping": {"patience": 3}}; those of FILE.py:CLASS by CLASS.
+        class_weight: Weight in the loss of the examples of each class, such as {0: 1.0, 1: 5.0};
+            that of other classes is 1. Metrics and the evaluation do not use it.
         precision: Keras' dtype policy.
         steps_per_execution: Number of steps per call of the train function. Logs and callbacks are
             updated every so many steps.
@@ -194,6 +202,9 @@ class Train:
     loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metrics: str = "accuracy"
     metric_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: str = ""
+    callback_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    class_weight: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     precision: str = one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
     steps_per_execution: int = at_least(1, 1)
     memory_freq: int = at_least(0, 0)
@@ -219,6 +230,9 @@ class Train:
                     "the same."
                 )
         self.metric_names()
+        for word in self.callback_names():
+            keras_callbacks.check_options(word, options_of(self.callback_options, word))
+        self.class_weights()
 
     def metric_names(self) -> tuple[str, ...]:
         """Return the names in `metrics`.
@@ -234,21 +248,63 @@ class Train:
         words = words_of(self.metrics)
         for word in words:
             check_name("train.metrics", word, METRICS, loose=True)
-        for name, options in self.metric_options.items():
-            key = f"train.metric_options.{name}"
-            if name not in words:
-                raise ValueError(
-                    f"{key}: {name} is not in train.metrics, which are {self.metrics!r}."
-                )
+        _check_options("train.metric", self.metric_options, words)
+        for name in self.metric_options:
             if name.lower() in BY_LOSS:
                 raise ValueError(
-                    f"{key}: expected the full name of a metric, such as "
+                    f"train.metric_options.{name}: expected the full name of a metric, such as "
                     f"sparse_categorical_{name.lower()}; received {name!r}, whose kind the loss "
                     "chooses."
                 )
-            if not isinstance(options, Mapping):
-                raise ValueError(f"{key}: expected a mapping of options, received {options!r}.")
         return words
+
+    def callback_names(self) -> tuple[str, ...]:
+        """Return the names in `callbacks`.
+
+        Raises:
+            ValueError: If a word is not a Keras callback or a class, or appears twice, or a
+                callback with options is not listed.
+
+        Example:
+            >>> Train(callbacks="early_stopping, terminate_on_nan").callback_names()
+            ('early_stopping', 'terminate_on_nan')
+        """
+        words = words_of(self.callbacks)
+        names: list[str] = []
+        for word in words:
+            name = keras_callbacks.name_of(word) or short_name(word)
+            if name in names:
+                raise ValueError(
+                    f"train.callbacks: expected each name once, received {name} twice. Name a "
+                    "function of your own, FILE.py:FUNCTION, that returns the second one."
+                )
+            names.append(name)
+        _check_options("train.callback", self.callback_options, words)
+        return words
+
+    def class_weights(self) -> dict[int, float]:
+        """Return the weight of each class in `class_weight`.
+
+        Raises:
+            ValueError: If a class or a weight is wrong.
+
+        Example:
+            >>> Train(class_weight={"0": 1, "1": 2.5}).class_weights()
+            {0: 1.0, 1: 2.5}
+        """
+        weights = {}
+        for name, weight in self.class_weight.items():
+            key = f"train.class_weight.{name}"
+            if not str(name).isdecimal():  # keys of JSON are texts
+                raise ValueError(f"{key}: expected the number of a class, received {name!r}.")
+            if (
+                isinstance(weight, bool)
+                or not isinstance(weight, int | float)
+                or not 0 <= weight < math.inf
+            ):
+                raise ValueError(f"{key}: expected a number of at least 0, received {weight!r}.")
+            weights[int(name)] = float(weight)
+        return weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,6 +481,14 @@ class Run:
                 "name: expected a name for the directory of the run, without slashes; "
                 f"received {self.name!r}."
             )
+        names = map(keras_callbacks.name_of, self.train.callback_names())
+        if self.parallel.zero and "swap_ema_weights" in names:
+            raise ValueError(
+                "train.callbacks: swap_ema_weights needs parallel.zero=0, because each replica "
+                "holds only a part of the averages; received parallel.zero="
+                f"{self.parallel.zero}. Remove it: with train.ema, the averages replace the "
+                "weights at the end of training."
+            )
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Run:
@@ -508,6 +572,36 @@ def check_key(key: str) -> None:
                 "itself."
             )
         hint(section, name, head)
+
+
+def short_name(word: str) -> str:
+    """Return the name under which a setting has the options of a word.
+
+    This is the word itself, or the FUNCTION in FILE.py:FUNCTION.
+
+    Example:
+        >>> short_name("auc"), short_name("mine.py:Hits")
+        ('auc', 'Hits')
+    """
+    return word.rpartition(":")[2]
+
+
+def options_of(options: Mapping[str, Any], word: str) -> Mapping[str, Any]:
+    """Return the options of a word, such as a metric; empty if it has none."""
+    return options.get(word) or options.get(short_name(word)) or {}
+
+
+def _check_options(key: str, options: Mapping[str, Any], words: tuple[str, ...]) -> None:
+    """Raise ValueError if options are no mapping, or are those of a word that is not listed."""
+    for name, value in options.items():
+        if name not in words and name not in map(short_name, words):
+            raise ValueError(
+                f"{key}_options.{name}: {name} is not in {key}s, which are {', '.join(words)!r}."
+            )
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"{key}_options.{name}: expected a mapping of options, received {value!r}."
+            )
 
 
 def _section(cls: type, key: str, value: Any) -> Any:

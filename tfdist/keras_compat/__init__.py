@@ -76,10 +76,11 @@ _FUNCTIONS = {
 # Methods that write files.
 _FILES = ("save", "save_weights", "export")
 
-# Attributes in which Keras' callbacks count steps.
-STEP_COUNTERS: tuple[tuple[type, tuple[str, ...]], ...] = (
+# Private attributes in which Keras' callbacks count steps, or note what the model now holds.
+CALLBACK_STATE: tuple[tuple[type, tuple[str, ...]], ...] = (
     (keras.callbacks.ModelCheckpoint, ("_batches_seen_since_last_saving", "_last_batch_seen")),
     (keras.callbacks.TensorBoard, ("_global_train_batch", "_global_test_batch")),
+    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",)),
 )
 
 _state = threading.local()

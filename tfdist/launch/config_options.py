@@ -16,6 +16,8 @@ from tfdist.runtime.cli_arguments import Parser, config_files, flag_of, nearest_
 from tfdist.runtime.command import Defaults
 
 READ_S = 60.0  # for get_config()
+YAML_ENDINGS = (".yaml", ".yml")
+YAML_READER = "tfdist.run.config_files"  # also reads the bases of a file
 NONE = "none"  # value of --config for no file
 SEPARATORS = {"env": "=", "volume": ":"}  # of a name and its value, in options that are repeatable
 FLAGS_ONLY = ("config", "dry_run", "help")
@@ -25,7 +27,7 @@ def add_flag(parser) -> None:
     """Add --config to a parser."""
     parser.add_argument(
         "--config",
-        metavar="FILE.py",
+        metavar="FILE",
         help=f"config file whose section `{SECTION}` has defaults for these flags (that of "
         f"`tfdist train` in COMMAND); {NONE}: no file",
     )
@@ -85,9 +87,12 @@ def _names_section(path: str) -> bool:
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return bool(re.search(rf"""[.]{SECTION}\b|['"]{SECTION}['"]""", file.read()))
+            text = file.read()
     except OSError:
         return False
+    if path.endswith(YAML_ENDINGS):  # the base may have the section
+        return bool(re.search(rf"""^['"]?({SECTION}|base)\b""", text, re.MULTILINE))
+    return bool(re.search(rf"""[.]{SECTION}\b|['"]{SECTION}['"]""", text))
 
 
 def read_section(file: str) -> dict[str, Any]:
@@ -100,14 +105,15 @@ def read_section(file: str) -> dict[str, Any]:
         ValueError: If the file is missing or wrong. The message names it.
     """
     path, *text = file.split(":", 1)
+    module = YAML_READER if path.endswith(YAML_ENDINGS) else "tfdist.launch.config_reader"
     if not os.path.isfile(path):
         raise ValueError(
-            f"--config: expected a Python file that defines get_config(), received {path!r}, which "
-            f"is not in {os.getcwd()}"
+            f"--config: expected a Python file that defines get_config(), or a YAML file; received "
+            f"{path!r}, which is not in {os.getcwd()}"
         )
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "tfdist.launch.config_reader", path, *text],
+            [sys.executable, "-m", module, path, *text],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,7 +130,8 @@ def read_section(file: str) -> dict[str, Any]:
             f"{result.returncode}"
         ) from error
     if "error" in found:
-        raise ValueError(f"{path}: {found['error']}")
+        named = str(found["error"]).startswith(path)
+        raise ValueError(found["error"] if named else f"{path}: {found['error']}")
     return found["section"]
 
 

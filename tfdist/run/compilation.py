@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule, loss and metrics that a run's settings name."""
+"""Optimizer, learning-rate schedule, loss, metrics and class weights of a run's settings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tfdist import config
 from tfdist.config import user_functions
 from tfdist.config.keras_names import BY_LOSS, SHORT, plain
 from tfdist.config.schedules import numbers
+from tfdist.config.sections import options_of, short_name
+from tfdist.run import input_pipeline
 from tfdist.run.warm_up import WarmUp
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ def optimizer(
     if ":" in settings.optimizer:
         make = user_functions.load(settings.optimizer, "train.optimizer")
     else:
-        make = _class("train.optimizer", settings.optimizer, keras.optimizers)
-    result = _call(make, options, f"train.optimizer={settings.optimizer}", "optimizer_options")
+        make = class_of("train.optimizer", settings.optimizer, keras.optimizers)
+    result = call(make, options, f"train.optimizer={settings.optimizer}", "optimizer_options")
     if not isinstance(result, keras.optimizers.Optimizer):
         raise ValueError(
             f"train.optimizer={settings.optimizer}: expected the function to return a "
@@ -85,7 +87,7 @@ def learning_rate(
     options = dict(settings.schedule_options)
     schedules = keras.optimizers.schedules
     if ":" in settings.schedule:
-        rate = _call(
+        rate = call(
             user_functions.load(settings.schedule, "train.schedule"),
             {"learning_rate": rate, "updates": left, **options},
             f"train.schedule={settings.schedule}",
@@ -137,12 +139,44 @@ def metrics(settings: config.Train) -> list[str | Callable | keras.metrics.Metri
         else _instance(
             "train.metrics",
             name,
-            settings.metric_options.get(name, {}),
-            f"metric_options.{name}",
+            options_of(settings.metric_options, name),
+            f"metric_options.{short_name(name)}",
             keras.metrics,
         )
         for name in settings.metric_names()
     ]
+
+
+def class_weight(settings: config.Run, train: tf.data.Dataset) -> dict[int, float] | None:
+    """Return the argument `class_weight` of `fit`: the weight of each class, or None.
+
+    Args:
+        settings: Settings of the run.
+        train: Training batches.
+
+    Raises:
+        ValueError: If the data have no such class, no single target, or weights of their own.
+    """
+    weights = settings.train.class_weights()
+    if not weights:
+        return None
+    spec = train.element_spec
+    if not isinstance(spec, tuple) or len(spec) != 2 or not hasattr(spec[1], "shape"):
+        raise ValueError(
+            "train.class_weight: expected data of inputs and one target, without weights of "
+            f"examples; received {spec}. Remove train.class_weight, or the weights of the data."
+        )
+    _, classes = input_pipeline.shapes(train)
+    classes = settings.model.options.get("classes", classes)
+    if not isinstance(classes, int):
+        return weights
+    if max(weights) >= classes:
+        raise ValueError(
+            f"train.class_weight.{max(weights)}: expected a class from 0 to {classes - 1}, as the "
+            "data have."
+        )
+    # Keras fails on a class above the largest one that it gets.
+    return {number: weights.get(number, 1.0) for number in range(classes)}
 
 
 def _instance(
@@ -150,17 +184,27 @@ def _instance(
 ) -> Any:
     """Return an object of a class of Keras or of the user, or a user's function with options."""
     if ":" not in name:
-        kind: Callable[..., Any] = _class(key, SHORT.get(name, name), module)
-        return _call(kind, options, f"{key}={name}", options_key)
+        kind: Callable[..., Any] = class_of(key, SHORT.get(name, name), module)
+        return call(kind, options, f"{key}={name}", options_key)
     kind = user_functions.load(name, key)
     if isinstance(kind, type):
-        return _call(kind, options, f"{key}={name}", options_key)
+        return call(kind, options, f"{key}={name}", options_key)
     if not options:
         return kind
     return functools.update_wrapper(functools.partial(kind, **options), kind)
 
 
-def _class(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
+def class_of(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
+    """Return the class of Keras that a setting names.
+
+    Args:
+        key: Key of the setting, for messages.
+        name: Name of the class. Case and underscores do not count.
+        module: Module of Keras, such as `keras.losses`.
+
+    Raises:
+        ValueError: If this version of Keras has no such class.
+    """
     for known, value in vars(module).items():
         if isinstance(value, type) and plain(known) == plain(name):
             return value
@@ -170,11 +214,24 @@ def _class(key: str, name: str, module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def _call(
+def call(
     make: Callable[..., Any], options: Mapping[str, Any], setting: str, options_key: str
 ) -> Any:
+    """Call a class or function with the options of a setting.
+
+    Args:
+        make: Class of Keras, or a user's class or function.
+        options: Arguments by name.
+        setting: Setting that names `make`, for messages.
+        options_key: Key of the options in the section `train`, for messages.
+
+    Raises:
+        ValueError: If an option is unknown, or `make` refuses a value.
+    """
     parameters = inspect.signature(make).parameters
-    open_ended = not isinstance(make, type) and any(
+    # Classes of Keras pass further arguments on to their base, which refuses unknown ones.
+    of_keras = (getattr(make, "__module__", None) or "").partition(".")[0] == "keras"
+    open_ended = not of_keras and any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
     for name in options:

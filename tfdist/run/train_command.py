@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import runpy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.config import packaged, user_functions
+from tfdist.run import config_files, sweep
 from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
@@ -29,16 +28,22 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Trains what a config file describes. FILE.py defines get_config(), which returns
-tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. A name such as
-"digits" that is no file is that of a config of the package. --profile is short for
+tfdist.config.default() with changes; with FILE.py:TEXT, get_config receives TEXT. FILE.yaml has the
+same keys in its sections, and may name another config that it changes: `base: digits`. A name such
+as "digits" that is no file is that of a config of the package. --profile is short for
 --config.telemetry.profile.
+
+--sweep KEY=VALUE,VALUE trains once with each value, one run after the other; several of these train
+once with each combination. Finished runs are not repeated. --sweep-index N trains only the Nth
+combination, from 0, where each is a job of its own; N may be the name of an environment variable,
+such as SLURM_ARRAY_TASK_ID.
 
 Keys with their defaults, types and allowed values:
 
 """
 _EXIT_CODES: ExitCodes = {
     0: "the training is complete",
-    1: "an exception ended the training",
+    1: "an exception ended the training, or runs of a sweep failed",
     PREEMPTED_CODE: "SIGTERM ended the training after a snapshot; the same command resumes it",
     TRANSIENT_CODE: "another task of the cluster was absent or is lost; another start may help",
     CONFIGURATION_CODE: "the command line or the config is wrong",
@@ -55,7 +60,7 @@ def _help() -> str:
 def _words() -> list[str]:
     from tfdist.config import reference
 
-    return ["--profile", *reference.flags()]
+    return ["--profile", sweep.FLAG, sweep.INDEX_FLAG, *reference.flags()]
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,7 +73,19 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _train(flags: argparse.Namespace, words: list[str]) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tfdist").setLevel(logging.INFO)
-    run(parse(words))
+    request = sweep.split(words)
+    if not request.values:
+        run(parse(words))
+        return 0
+    runs = sweep.plan(request, parse)
+    if request.index is None:
+        sweep.check_alone(runs)
+        return sweep.run_all(runs)
+    chosen = runs[request.index]
+    if chosen.summary() is not None:
+        print(f"{chosen.label} in {chosen.directory} is already done", flush=True)
+        return 0
+    run(chosen.settings)
     return 0
 
 
@@ -98,17 +115,19 @@ def parse(argv: Sequence[str]) -> config.Run:
     path = words.pop(position).partition("=")[2] or (
         words.pop(position) if words[position:] else ""
     )
-    settings = _load(path)
+    settings = config_files.load(path)
     for word in words:
         if key := re.match(r"--?(?:no)?config\.([^=]+)", word):
             config.check_key(key[1])
-            _make_mappings(settings, key[1])
+            _check_parts(key[1])
+            _make_mappings(settings.values, key[1])
+            settings = settings.without(key[1])
     values = flags.FlagValues()
     # Unlocked, so that the file need not list all options of a model. The keys are checked before
     # and after.
     config_flags.DEFINE_config_dict(
         "config",
-        settings,
+        settings.values,
         flag_values=values,
         sys_argv=["tfdist train", *words],
         lock_config=False,
@@ -120,7 +139,22 @@ def parse(argv: Sequence[str]) -> config.Run:
         raise ValueError(f"{error}. `tfdist train --help` lists the keys.") from error
     if left:
         raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
-    return config.Run.from_dict(values.config.to_dict())
+    try:
+        return config.Run.from_dict(values.config.to_dict())
+    except ValueError as error:
+        raise settings.locate(error) from error
+
+
+def _check_parts(key: str) -> None:
+    """Raise ValueError if a part of a key is no name, which ml_collections cannot parse."""
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        if not part.isidentifier():
+            entry = part if part.isdecimal() else repr(part)
+            raise ValueError(
+                f"--config.{key}: expected names between the dots, received {part!r}. Set the "
+                f"mapping as a whole: --config.{'.'.join(parts[:i])}='{{{entry}: VALUE}}'"
+            )
 
 
 def _make_mappings(settings: ConfigDict, key: str) -> None:
@@ -163,16 +197,20 @@ def run(settings: config.Run) -> dict[str, Any]:
         import keras
 
         import tfdist
-        from tfdist.run import build, input_pipeline, telemetry_callbacks
+        from tfdist.run import build, compilation, input_pipeline, telemetry_callbacks
+        from tfdist.run.fit_callbacks import callbacks, check_optimizer
         from tfdist.strategies.factory import is_chief
 
         telemetry_callbacks.check(settings)
         strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
+    own = callbacks(settings.train, directory, chief)
     train = input_pipeline.pipeline(settings, "train")
     test = input_pipeline.pipeline(settings, "eval")
+    class_weight = compilation.class_weight(settings, train)
     model = build.make_model(settings, strategy, train)
+    check_optimizer(own, model)
 
     paths = {
         "logs": telemetry_callbacks.shown(settings, directory),
@@ -198,14 +236,16 @@ def run(settings: config.Run) -> dict[str, Any]:
         str(paths["backup"]), memory_freq=settings.train.memory_freq or None
     )
     log, watching = telemetry_callbacks.callbacks(settings, strategy, directory, backup, test)
-    model.fit(
+    history = model.fit(
         train,
         epochs=settings.train.epochs,
         validation_data=test,
         shuffle=False,  # the data pipeline shuffles
+        class_weight=class_weight,
         callbacks=[
             backup,
             *_checkpoints(where, directory),
+            *own,  # before those that write logs, to which they may add
             *watching,
             keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch),
         ],
@@ -218,7 +258,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         **metrics,
         "name": settings.name,
         "metrics": metrics,
-        "epochs": settings.train.epochs,
+        "epochs": max(history.epoch, default=-1) + 1,  # a callback may stop the training
         "examples_per_second": log.rate(
             input_pipeline.examples(train) or _examples_read(model, len(log.seconds))
         ),
@@ -359,27 +399,6 @@ def _examples_read(model: keras.Model, epochs: int) -> int | None:
     return stats.examples // epochs if stats and epochs else None
 
 
-def _load(path: str) -> ConfigDict:
-    """Return the result of get_config() in a file.
-
-    The text after a colon in the path, if there is one, is passed to it.
-    """
-    from ml_collections import ConfigDict
-
-    path, colon, text = path.partition(":")
-    file = packaged.find(path)
-    try:
-        result = runpy.run_path(file)["get_config"](*([text] if colon else []))
-    except Exception as error:
-        raise user_functions.failed(f"--config={path}", error) from error
-    if not isinstance(result, ConfigDict):
-        raise ValueError(
-            f"--config={path}: expected get_config() to return a changed tfdist.config.default(), "
-            f"received {result!r}."
-        )
-    return result
-
-
 def _write_json(path: Path, value: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -388,7 +407,8 @@ def _write_json(path: Path, value: Any) -> None:
 
 main = Command(
     name="tfdist train",
-    usage="tfdist train --config=FILE.py [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]",
+    usage="tfdist train --config=FILE [--config.SECTION.KEY=VALUE ...] [--profile steps=10..15]\n"
+    "       [--sweep KEY=VALUE,VALUE ... [--sweep-index N]]",
     description=_help,
     exit_codes=_EXIT_CODES,
     run=_train,

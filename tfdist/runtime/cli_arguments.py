@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from tfdist.runtime.formatting import parse_bytes
@@ -40,6 +41,31 @@ def whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def number_or_variable(flag: str, text: str, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number in the value of a flag, or in the environment variable that it names.
+
+    Args:
+        flag: Flag, for messages.
+        text: A whole number of at least 0, or the name of a variable, which a scheduler sets.
+        environ: Environment variables.
+
+    Raises:
+        ValueError: If there is no such number.
+
+    Example:
+        >>> number_or_variable("--index", "3"), number_or_variable("--index", "ID", {"ID": "4"})
+        (3, 4)
+    """
+    value = text if text.isdecimal() else environ.get(text, "")
+    if not value.isdecimal():
+        found = f", which is {value!r}" if value else ", which is not set" if text else ""
+        raise ValueError(
+            f"{flag}: expected a whole number of at least 0, or the name of an environment "
+            f"variable with one, such as SLURM_ARRAY_TASK_ID; received {text!r}{found}."
+        )
+    return int(value)
 
 
 def real(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

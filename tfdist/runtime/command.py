@@ -204,7 +204,7 @@ class Command:
         if self.takes_config:
             parser.add_argument(
                 "--config",
-                metavar="FILE.py",
+                metavar="FILE",
                 default=argparse.SUPPRESS,
                 help="config file of the run; --config.SECTION.KEY=VALUE changes a key of it (see "
                 "`tfdist train --help`)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -24,8 +26,46 @@ def parse_yaml(text: str) -> Any:
         >>> parse_yaml("worker: [a:1, b:1]")
         {'worker': ['a:1', 'b:1']}
     """
+    return _load(text, _UniqueKeyLoader)
+
+
+def parse_settings(text: str) -> tuple[Any, dict[str, int]]:
+    r"""Parse a YAML document of settings, with the scalars of YAML 1.2.
+
+    In YAML 1.1, "1e-3" is a text, "on" a truth value, "12:30:00" a number and "2026-01-01" a date.
+
+    Args:
+        text: Content of a YAML file.
+
+    Returns:
+        The document, and the line of each key, by its dotted path.
+
+    Raises:
+        ValueError: If the text is wrong, as in `parse_yaml`.
+
+    Example:
+        >>> document, lines = parse_settings("train:\n  learning_rate: 1e-3\non: yes")
+        >>> document
+        {'train': {'learning_rate': 0.001}, 'on': 'yes'}
+        >>> lines
+        {'train': 1, 'train.learning_rate': 2, 'on': 3}
+    """
+    document = _load(text, _SettingsLoader)
+    node = yaml.compose(text, _SettingsLoader)
+    return document, dict(_lines(node, ""))
+
+
+def _lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        yield f"{prefix}{key.value}", key.start_mark.line + 1
+        yield from _lines(value, f"{prefix}{key.value}.")
+
+
+def _load(text: str, loader: type[yaml.SafeLoader]) -> Any:
     try:
-        return yaml.load(text, _UniqueKeyLoader)
+        return yaml.load(text, loader)
     except yaml.YAMLError as error:
         problem = " ".join(str(error).replace('"<unicode string>", ', "").split())
         raise ValueError(problem) from error
@@ -45,3 +85,24 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+class _SettingsLoader(_UniqueKeyLoader):
+    """YAML loader that takes scalars as the core schema of YAML 1.2 does."""
+
+    yaml_implicit_resolvers: dict[str, list] = {}
+
+
+for _kind, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _SettingsLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(rf"^(?:{_pattern})$"), _first
+    )

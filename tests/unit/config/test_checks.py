@@ -3,6 +3,7 @@
 import pytest
 
 from tfdist import config
+from tfdist.config import sections
 from tfdist.run.train_command import find_directory, parse
 
 
@@ -87,6 +88,61 @@ from tfdist.run.train_command import find_directory, parse
         (
             {"train": {"schedule_options": {"final": 0}}},
             'train.schedule_options.final: no option of "constant". It has none.',
+        ),
+        (
+            {"train": {"callbacks": "early_stoping"}},
+            "train.callbacks: received 'early_stoping'. Did you mean early_stopping? Allowed: csv",
+        ),
+        (
+            {"train": {"callbacks": "TensorBoard"}},
+            "train.callbacks: received 'TensorBoard'. Add tensorboard to telemetry.backends.",
+        ),
+        (
+            {"train": {"callbacks": "terminate_on_nan, TerminateOnNaN"}},
+            "train.callbacks: expected each name once, received terminate_on_nan twice.",
+        ),
+        (
+            {"train": {"callback_options": {"early_stopping": {}}}},
+            "train.callback_options.early_stopping: early_stopping is not in train.callbacks",
+        ),
+        *(
+            ({"train": {"callbacks": name, "callback_options": {name: options}}}, message)
+            for name, options, message in (
+                (
+                    "early_stopping",
+                    {"patient": 3},
+                    "train.callback_options.early_stopping.patient: no such option. Did you mean p",
+                ),
+                (
+                    "EarlyStopping",
+                    {"patience": -1},
+                    "train.callback_options.EarlyStopping.patience: expected a whole number of at",
+                ),
+                (
+                    "early_stopping",
+                    {"mode": "mx"},
+                    "train.callback_options.early_stopping.mode: expected auto, min or max, rece",
+                ),
+                ("csv_logger", {}, "train.callback_options.csv_logger.filename: expected the file"),
+                (
+                    "model_checkpoint",
+                    {"filepath": "best.ckpt"},
+                    "train.callback_options.model_checkpoint.filepath: expected a file that ends",
+                ),
+                ("terminate_on_nan", 3, "train.callback_options.terminate_on_nan: expected a map"),
+            )
+        ),
+        (
+            {"train": {"callbacks": "swap_ema_weights"}, "parallel": {"zero": 2}},
+            "train.callbacks: swap_ema_weights needs parallel.zero=0",
+        ),
+        (
+            {"train": {"class_weight": {"cat": 2}}},
+            "train.class_weight.cat: expected the number of a class, received 'cat'.",
+        ),
+        (
+            {"train": {"class_weight": {0: -1}}},
+            "train.class_weight.0: expected a number of at least 0, received -1.",
         ),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
         ({"name": 1}, "name: expected text"),
@@ -208,8 +264,10 @@ def test_reading_a_config_imports_no_tensorflow(run_python):
         "parse(['--config=configs/digits.py']); print('tensorflow' in sys.modules)\n"
         "try: parse(['--config=configs/digits.py', '--config.train.optimizer=adamm'])\n"
         "except ValueError: print('tensorflow' in sys.modules)\n"
+        "try: parse(['--config=configs/digits.py', '--config.train.callbacks=early_stoping'])\n"
+        "except ValueError: print('tensorflow' in sys.modules)\n"
     )
-    assert done.stdout.split() == ["False", "False"], done.stderr
+    assert done.stdout.split() == ["False"] * 3, done.stderr
 
 
 def test_options_of_options_can_be_set_on_the_command_line():
@@ -226,6 +284,36 @@ def test_options_of_options_can_be_set_on_the_command_line():
     assert run.train.optimizer_options == {"beta_1": 0.8}
     assert run.train.metric_options == {"auc": {"num_thresholds": 50}}
     assert run.train.schedule_options == {"epochs": (3, 6)}
+
+
+def test_callbacks_and_class_weights_can_be_set_on_the_command_line():
+    run = parse(
+        [
+            "--config=configs/digits.py",
+            "--config.train.callbacks=EarlyStopping, mine.py:Note",
+            "--config.train.callback_options.EarlyStopping.patience=3",
+            "--config.train.callback_options.Note.word=hello",
+            "--config.train.class_weight={0: 1, 3: 2.5}",
+        ]
+    )
+    assert run.train.callback_options == {
+        "EarlyStopping": {"patience": 3},
+        "Note": {"word": "hello"},
+    }
+    assert run.train.class_weights() == {0: 1.0, 3: 2.5}
+    with pytest.raises(ValueError, match=r"^--config\.train\.class_weight\.3: .*class_weight='{"):
+        parse(["--config=configs/digits.py", "--config.train.class_weight.3=2.5"])
+
+
+def test_functions_have_their_options_by_their_own_names(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "import tfdist\ndef get_config():\n    c = tfdist.config.default()\n"
+        "    c.train.metrics = 'mine.py:Hits'\n    c.train.metric_options.Hits = {'k': 2}\n"
+        "    return c\n"
+    )
+    train = parse([f"--config={path}"]).train
+    assert sections.options_of(train.metric_options, "mine.py:Hits") == {"k": 2}
 
 
 def test_public_names_are_lazy_and_listed(run_python):

@@ -1,10 +1,12 @@
 """Test that names in the checks of configs are those of Keras."""
 
+import inspect
+
 import keras
 import pytest
 
 from tfdist import models
-from tfdist.config import keras_names, sections
+from tfdist.config import keras_callbacks, keras_names, sections
 from tfdist.strategies import factory
 
 # They take other objects, or values instead of targets and predictions.
@@ -52,3 +54,24 @@ def test_short_names_are_those_of_keras():
 def test_models_and_strategies_are_those_that_exist():
     assert set(sections.MODELS) == set(models.MODELS)
     assert set(sections.STRATEGIES) == set(factory.NAMES)
+
+
+def test_callbacks_and_their_options_are_those_of_keras():
+    kinds = {
+        keras_names.plain(name): kind
+        for name, kind in vars(keras.callbacks).items()
+        if isinstance(kind, type) and name != "MonitorCallback"
+    }
+    here = {
+        keras_names.plain(name) for name in (*keras_callbacks.CALLBACKS, *keras_callbacks.INSTEAD)
+    }
+    assert here == set(kinds)
+    for name, options in keras_callbacks.CALLBACKS.items():
+        theirs = inspect.signature(kinds[keras_names.plain(name)]).parameters
+        assert set(options) == set(theirs) - {"kwargs"}, name
+        for option, kind in options.items():
+            default = theirs[option].default
+            required = default is inspect.Parameter.empty
+            assert required == (keras_callbacks.FILES.get(name) == option), (name, option)
+            if not required and option != "headers":
+                assert kind.fits(default), (name, option, default)

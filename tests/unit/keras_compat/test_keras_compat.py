@@ -467,13 +467,15 @@ def test_the_length_of_a_distributed_data_set_can_be_hidden(two):
 
 
 # --- Callbacks ------------------------------------------------------------------------------------
-def test_step_counters_of_keras_callbacks_have_the_listed_names(two, tmp_path):
+def test_state_of_keras_callbacks_has_the_listed_names(two, tmp_path):
     saves = keras.callbacks.ModelCheckpoint(
         tmp_path / "{batch}.weights.h5", save_weights_only=True, save_freq=5
     )
     board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=1)
     x, y = data(24)
-    compiled(two).fit(
+    swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    callbacks = [saves, board, swaps]
+    compiled(two, lambda: keras.optimizers.SGD(use_ema=True)).fit(
         x,
         y,
         batch_size=8,
@@ -481,13 +483,13 @@ def test_step_counters_of_keras_callbacks_have_the_listed_names(two, tmp_path):
         validation_data=(x, y),
         validation_batch_size=12,
         verbose=0,
-        callbacks=[saves, board],
+        callbacks=callbacks,
     )
     counters = [
         [getattr(callback, name) for name in names]
-        for callback, (_, names) in zip((saves, board), keras_compat.STEP_COUNTERS, strict=True)
+        for callback, (_, names) in zip(callbacks, keras_compat.CALLBACK_STATE, strict=True)
     ]
-    assert counters == [[1, 2], [6, 4]]
+    assert counters == [[1, 2], [6, 4], [True]]
 
 
 def test_the_writers_of_logs_are_found_and_made_again(tmp_path):

@@ -120,6 +120,18 @@ def test_file_gets_its_text():
     assert parse(main.main, "--config=own.py:7").workers == 7
 
 
+def test_yaml_files_have_the_section_and_inherit_it():
+    write("launch.workers = 4\nlaunch.restarts = 2")
+    with open("own.yaml", "w") as file:
+        file.write("base: own.py\nname: x\nlaunch:\n  workers: 3\n  chief: true\n")
+    flags = parse(main.main, script=("tfdist", "train", "--config=own.yaml"))
+    assert (flags.workers, flags.restarts, flags.chief) == (3, 2, True)
+    with open("wrong.yaml", "w") as file:
+        file.write("launch:\n  wrokers: 3\ntrain:\n  epoch: 3\n")
+    message = refused(main.main, script=("tfdist", "train", "--config=wrong.yaml"))
+    assert message.startswith("wrong.yaml, line 4: train.epoch: no such key"), message
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [

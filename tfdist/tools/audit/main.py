@@ -32,7 +32,7 @@ and step. Then it measures what each stage of the data pipeline costs.
 def _check(flags: argparse.Namespace, words: Sequence[str]) -> None:
     if bool(words) == bool(flags.pipeline):
         raise ValueError(
-            "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received "
+            "expected --config=FILE, or --pipeline=FILE.py:FUNCTION; received "
             + ("both." if words else "neither.")
         )
     if flags.pipeline and flags.split:
@@ -164,7 +164,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 main = Command(
     name="tfdist data audit",
-    usage="tfdist data audit --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]\n"
+    usage="tfdist data audit --config=FILE [--config.SECTION.KEY=VALUE ...] [FLAGS]\n"
     "       tfdist data audit --pipeline=FILE.py:FUNCTION [FLAGS]",
     description=_DESCRIPTION,
     exit_codes={

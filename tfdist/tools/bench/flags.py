@@ -38,8 +38,8 @@ _ONLY = {
 }
 
 USAGE = """\
-tfdist bench --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]
-       tfdist bench --config=FILE.py --predict [FLAGS]
+tfdist bench --config=FILE [--config.SECTION.KEY=VALUE ...] [FLAGS]
+       tfdist bench --config=FILE --predict [FLAGS]
        tfdist bench allreduce [FLAGS]"""
 DESCRIPTION = """\
 Measures how much faster a run trains with more replicas, and what the rest of the time is spent on.

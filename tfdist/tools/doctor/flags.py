@@ -13,7 +13,7 @@ ASK_S = 30.0
 TOGETHER_S = 300.0
 SERVE_S = 600.0
 
-USAGE = "tfdist doctor [FLAGS] [--config=FILE.py [--config.SECTION.KEY=VALUE ...]]"
+USAGE = "tfdist doctor [FLAGS] [--config=FILE [--config.SECTION.KEY=VALUE ...]]"
 DESCRIPTION = """\
 Checks a host, a cluster and a run before training starts.
 

@@ -153,7 +153,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 main = Command(
     name="tfdist plan",
-    usage="tfdist plan --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]",
+    usage="tfdist plan --config=FILE [--config.SECTION.KEY=VALUE ...] [FLAGS]",
     description=_DESCRIPTION,
     exit_codes={
         **COMMON_EXIT_CODES,

@@ -368,7 +368,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 main = Command(
     name="tfdist verify",
-    usage="tfdist verify --config=FILE.py [--config.SECTION.KEY=VALUE ...] [FLAGS]",
+    usage="tfdist verify --config=FILE [--config.SECTION.KEY=VALUE ...] [FLAGS]",
     description=_DESCRIPTION,
     exit_codes={
         **COMMON_EXIT_CODES,

@@ -18,7 +18,7 @@ from tfdist import app, config
 from tfdist.backup.shards import is_sharded
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import local_component
-from tfdist.run import build, input_pipeline, train_command
+from tfdist.run import build, compilation, input_pipeline, train_command
 from tfdist.strategies.base import by_rows
 from tfdist.tools.verify import recording
 from tfdist.tools.verify.probes import (
@@ -124,13 +124,19 @@ def train(
     engine.watch_gradients = probe.see_gradients if gradients else None
     recorder = _Recorder(strategy, probe, batches)
     uneven = _uneven(batches) if steps > 1 else None
+    options = {
+        "verbose": 0,
+        "shuffle": False,
+        "callbacks": [recorder],
+        "class_weight": compilation.class_weight(described, batches),
+    }
     try:
         # `steps` epochs are enough, because each has at least one step.
         recorder.end = steps if uneven is None else steps - 1
-        model.fit(batches, epochs=steps, verbose=0, shuffle=False, callbacks=[recorder])
+        model.fit(batches, epochs=steps, **options)
         if uneven is not None:
             recorder.end = steps
-            model.fit(uneven, verbose=0, shuffle=False, callbacks=[recorder])
+            model.fit(uneven, **options)
     finally:
         engine.watch_gradients = None
     return recorder.result()

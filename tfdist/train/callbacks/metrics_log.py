@@ -113,8 +113,9 @@ class Log(keras.callbacks.Callback):
             self.telemetry.scalars(
                 epoch,
                 {
-                    **(logs or {}),
                     **self._learning_rate(),
+                    # ReduceLROnPlateau adds the rate of the epoch, before it changes it.
+                    **(logs or {}),
                     "seconds": self.seconds[-1],
                     "time": time.time(),
                 },

@@ -131,6 +131,8 @@ def worker_callback(callback: keras.callbacks.Callback) -> keras.callbacks.Callb
         callback.log_dir = _scratch_directory()
     elif isinstance(callback, keras.callbacks.CSVLogger):
         callback.filename = os.devnull
+    elif isinstance(callback, keras.callbacks.RemoteMonitor):
+        return keras.callbacks.Callback()
     elif isinstance(callback, keras.callbacks.BackupAndRestore) and not isinstance(
         callback, BackupAndRestore
     ):

@@ -317,6 +317,8 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
     )
     stopping = k.EarlyStopping()
     assert worker_callbacks.worker_callback(stopping) is stopping
+    other = worker_callbacks.worker_callback(k.RemoteMonitor("http://127.0.0.1:9"))
+    assert not isinstance(other, k.RemoteMonitor)  # the chief alone sends
 
 
 # --- Compilation ----------------------------------------------------------------------------------
