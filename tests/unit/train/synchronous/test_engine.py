@@ -331,12 +331,6 @@ def test_xla_on_one_device_gives_the_same_numbers(one_device):
     assert xla.jit_compile
 
 
-def test_xla_under_several_replicas_is_refused(mirrored):
-    model = compiled(mirrored, jit_compile=True)
-    with pytest.raises(ValueError, match=r"jit_compile=True\) under 2 replicas.*jit_compile=False"):
-        model.fit(dataset(*data()), verbose=0)
-
-
 # --- Losses and optimizers as users make them -----------------------------------------------------
 def reduced_by_itself(y, outputs):
     return keras.ops.mean(
