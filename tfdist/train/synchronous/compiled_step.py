@@ -151,7 +151,7 @@ def can_compile(
         placement: Numbers of workers and replicas.
     """
     reason = _refusal(step, data, strategy, placement)
-    if reason is not None and placement.is_chief:
+    if reason is not None:
         log.warning(
             "jit_compile=True: XLA cannot compile %s, which runs without it: %s", name, reason
         )

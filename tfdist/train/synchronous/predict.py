@@ -48,11 +48,11 @@ class Predictor:
             return function(batches)
 
     def _decide_on_xla(self, batch: Batch) -> bool:
-        placement = self._placement
-        if placement.replicas == 1 or not self.model.jit_compile or self.model.run_eagerly:
+        if not self.model.jit_compile or self.model.run_eagerly:
             return False
-        rows = replica_rows(batch, 0, placement, self._host)
-        return can_compile(self.model.predict_step, "predict_step", rows, self._strategy, placement)
+        step = self.model.predict_step
+        rows = replica_rows(batch, 0, self._placement, self._host)
+        return can_compile(step, "predict_step", rows, self._strategy, self._placement)
 
     def _build(self, batch: Batch) -> None:
         """Make the model's variables in the scope; replicas cannot make them in a step."""
