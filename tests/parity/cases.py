@@ -672,3 +672,16 @@ def run_eagerly(strategy):
         model = mlp()
         model.compile("sgd", CROSSENTROPY, metrics=["accuracy"], run_eagerly=True)
     return fitted(model, dataset(*data(GLOBAL_BATCH * 2)), epochs=1)
+
+
+@case
+def compiled_by_xla(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"], jit_compile=True)
+    x, y = data(31)
+    return fitted(model, dataset(x, y), epochs=2) | {
+        "evaluate": model.evaluate(x, y, batch_size=12, verbose=0),
+        "predict": model.predict(x, batch_size=12, verbose=0),
+    }

@@ -98,11 +98,6 @@ TRAPS = {
         "update it by `optimizer.apply`",
         "training.md#what-to-use-instead",
     ),
-    "jit-compile": Trap(
-        "XLA cannot compile the sums over several replicas",
-        "leave out `jit_compile=True`",
-        "training.md#bugs-of-keras-3-that-tfdist-fixes",
-    ),
     "stateful": Trap(
         "a recurrent layer with `stateful=True` is refused under several replicas",
         "leave it out",
@@ -298,8 +293,6 @@ class _Script:
             and not self.name(call.func).startswith(("random.", "numpy."))
         ):
             yield "shuffle-seed"
-        if _is_true(keywords.get("jit_compile")):
-            yield "jit-compile"
         if _is_true(keywords.get("stateful")):
             yield "stateful"
         if method in SAVES and self._on_chief(call):

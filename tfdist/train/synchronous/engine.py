@@ -27,7 +27,7 @@ from tfdist.keras_compat import (
 from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
-from tfdist.parallel.sharding.fsdp import check_deferred
+from tfdist.parallel.sharding.fsdp import FSDP, check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
@@ -39,7 +39,12 @@ from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
 from tfdist.train.metric_calls import plain_variables
-from tfdist.train.synchronous import assigned_weights, gradient_sum, replica_step
+from tfdist.train.synchronous import (
+    assigned_weights,
+    compiled_step,
+    gradient_sum,
+    replica_step,
+)
 from tfdist.train.synchronous.feed import Feed
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
 from tfdist.train.synchronous.local_sgd import LocalSteps
@@ -304,8 +309,12 @@ class Engine(Hooks):
 
     def apply(self, optimizer, keras_apply: Callable, grads, variables):
         """Aggregate the gradients and update the variables; called in replica context."""
+        grads = list(grads)
         if variables is not None:
             variables = list(variables)
+        if compiled_step.postpone(optimizer, keras_apply, grads, variables):
+            return None
+        if variables is not None:
             build_in_scope(optimizer, variables)
         holder = holder_of(optimizer, variables)
         with assigned_weights.noted_in(None):
@@ -314,12 +323,12 @@ class Engine(Hooks):
                     holder,
                     optimizer,
                     keras_apply,
-                    list(grads),
+                    grads,
                     variables,
                     replica_step.local_replica(self.placement),
                 )
             return self.aggregation.apply(
-                optimizer, keras_apply, list(grads), variables, self.watch_gradients
+                optimizer, keras_apply, grads, variables, self.watch_gradients
             )
 
     def scale_loss_for_distribution(self, keras_function: Callable, value):
@@ -347,10 +356,12 @@ class Engine(Hooks):
         self, tf_method: Callable, context: Any, reduce_op, value, options=None
     ):
         """Reduce values over all replicas, with gradients as a step needs them."""
+        compiled_step.check_collective("all_reduce")
         return across_replicas(lambda x: tf_method(context, reduce_op, x, options), value)
 
     def all_gather_in_replica(self, tf_method: Callable, context: Any, value, axis, options=None):
         """Concatenate values of all replicas, with gradients as a step needs them."""
+        compiled_step.check_collective("all_gather")
         if any(getattr(x, "shape", [0])[axis] is None for x in tf.nest.flatten(value)):
             gradient_sum.leave_loop()
         return across_replicas(lambda x: tf_method(context, x, axis, options), value)
@@ -662,9 +673,12 @@ class Engine(Hooks):
         check_optimizer(model, self._strategy)
         check_deferred(model)
         check_stateful(model, self.placement.replicas, "replicas")
-        if self.placement.replicas > 1 and model.jit_compile:
+        holder = holder_of(getattr(model, "optimizer", None), model.trainable_variables)
+        if isinstance(holder, FSDP):
+            holder.check_xla(model)
+        if self._central and self.placement.replicas > 1 and model.jit_compile:
             raise ValueError(
-                f"compile(jit_compile=True) under {self.placement.replicas} replicas: XLA cannot "
-                "compile the collectives of a step (keras #18716). Pass jit_compile=False, or "
-                "train on one device."
+                "strategy central_storage: compile(jit_compile=True) is not supported, as XLA "
+                "reads variables of its own device only. Pass jit_compile=False, or use the "
+                "strategy mirrored."
             )

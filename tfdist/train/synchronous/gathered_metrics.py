@@ -16,6 +16,7 @@ from tfdist.keras_compat import copies
 from tfdist.keras_compat.parallel import mask_of, set_mask
 from tfdist.parallel.replica_weight import step_weight, weighted, weighted_step
 from tfdist.train.metric_calls import needs_all_rows
+from tfdist.train.synchronous.compiled_step import check_collective
 from tfdist.train.synchronous.gathered_rows import all_gather_rows
 
 
@@ -37,6 +38,7 @@ class MetricUpdates:
         """
         if step_weight() is None or not needs_all_rows(metric):
             return keras_method(*args, **kwargs)
+        check_collective(f"the all_gather for the metric {metric.name!r}")
         if not all(is_gathered(v) for v in metric.variables):
             for v in metric.variables:
                 v.tfdist_gathered = True

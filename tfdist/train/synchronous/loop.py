@@ -28,7 +28,8 @@ from tfdist.runtime.time_account import time_account
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.synchronous.assigned_weights import noted_in
-from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of
+from tfdist.train.synchronous.compiled_step import BatchShapes, can_compile, compiled
+from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of, replica_rows
 from tfdist.train.synchronous.gradient_sum import NotInLoop, in_loop
 from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, compare
 from tfdist.train.synchronous.replica_step import local_replica, run_replica
@@ -84,6 +85,8 @@ class Runner:
         # Whether steps run one by one, because the model cannot use a loop.
         self._one_by_one = False
         self._graphs: dict = {}
+        self._compiles: bool | None = None  # whether XLA compiles the steps; None until known
+        self._shapes: BatchShapes | None = None  # of batches, if it does
         self._assigned: dict[int, tf.Variable] = {}  # by id, what steps assign to themselves
         # Keras' calls to run at once; equal on all workers, see _check_workers.
         self._calls_ahead = 1
@@ -250,6 +253,8 @@ class Runner:
         elif self.watch.saves and self._calls_done >= self._next_stop_check:
             self.stopping = self.stopping or self._any_worker_stops()
             self._next_stop_check = self._calls_done + self._calls_ahead
+        if self._shapes is not None:
+            self._shapes.report()
         self._account_for(before)
         self._report_call(before)
         if self._trains:
@@ -418,6 +423,8 @@ class Runner:
             start = time.perf_counter()
             self._fetched = source, source.get_next_as_optional()
             self.stats.input_seconds += time.perf_counter() - start
+        if self._compiles is None and self._fetched[1].has_value():
+            self._decide_on_xla(self._fetched[1].get_value())
         arguments = (
             source,
             self._fetched[1],
@@ -476,6 +483,8 @@ class Runner:
         return done
 
     def _run_batch(self, batch: Batch, even: bool) -> None:
+        if self._compiles is None:
+            self._decide_on_xla(batch)
         if self.model.run_eagerly:
             function: Any = functools.partial(
                 self._measured if self.recorder else self._replicas, even=even
@@ -489,6 +498,18 @@ class Runner:
             result, row = result
             self._record(1, started, row[None])
         self._last, _ = result
+
+    def _decide_on_xla(self, batch: Batch) -> None:
+        """Decide whether XLA compiles the steps; log why it does not, if it was asked to."""
+        self._compiles = bool(self.model.jit_compile) and not self.model.run_eagerly
+        if self._compiles and self._placement.replicas > 1:
+            rows = replica_rows(batch, 0, self._placement, self._host)
+            name = "train_step" if self._trains else "test_step"
+            self._compiles = can_compile(
+                self._step_logs, name, rows, self._strategy, self._placement
+            )
+        if self._compiles and self._placement.is_chief:
+            self._shapes = BatchShapes(self._host)
 
     def _graph(self, kind: str, even: bool):
         key = kind, even, self.recorder is not None
@@ -507,13 +528,18 @@ class Runner:
 
     def _replicas(self, batch: Batch, even: bool):
         """Run one step on all replicas, and return what `StepLogs` returns on each."""
-        jit = bool(self.model.jit_compile) and not self.model.run_eagerly
-        policy = self._strategy.tfdist_engine.exchange_of(self.model).policy
+        engine = self._strategy.tfdist_engine
+        policy = engine.exchange_of(self.model).policy
         combine = getattr(policy, "combine", "sum")  # local SGD: each replica's own mean
+
+        if self._shapes is not None:
+            self._shapes.note(batch.data)
 
         def on_replica(batch):
             step: Callable = self._step_logs
-            if jit:
+            if self._compiles and self._placement.replicas > 1:
+                step = compiled(step, engine.apply)
+            elif self._compiles:
                 step = tf.function(step, jit_compile=True, autograph=False)
             with noted_in(self._assigned if self._trains else None):
                 others, logs = run_replica(

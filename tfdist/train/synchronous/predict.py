@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.parallel.placement import Placement
 from tfdist.train.health.watchdog import Watchdog
+from tfdist.train.synchronous.compiled_step import can_compile
 from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows, without_optionals
 from tfdist.train.synchronous.gathered_rows import all_gather_rows
 from tfdist.train.synchronous.replica_step import local_replica
@@ -31,17 +32,27 @@ class Predictor:
         self.model = model
         self._watchdog = watchdog
         self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
+        self._compiles: bool | None = None  # whether XLA compiles the step; None until known
 
     def __call__(self, batches: list) -> Any:
         """Return the predictions for some batches."""
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
         if not self.model.built:
             self._build(batches[0])
+        if self._compiles is None:
+            self._compiles = self._decide_on_xla(batches[0])
         function = (
             self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
         )
         with self._watchdog.bound():
             return function(batches)
+
+    def _decide_on_xla(self, batch: Batch) -> bool:
+        if not self.model.jit_compile or self.model.run_eagerly:
+            return False
+        step = self.model.predict_step
+        rows = replica_rows(batch, 0, self._placement, self._host)
+        return can_compile(step, "predict_step", rows, self._strategy, self._placement)
 
     def _build(self, batch: Batch) -> None:
         """Make the model's variables in the scope; replicas cannot make them in a step."""
@@ -66,9 +77,10 @@ class Predictor:
 
     def _replica(self, batch: Batch):
         placement = self._placement
-        outputs = self.model.predict_step(
-            replica_rows(batch, local_replica(placement), placement, self._host)
-        )
+        step = self.model.predict_step
+        if self._compiles:
+            step = tf.function(step, jit_compile=True, autograph=False)
+        outputs = step(replica_rows(batch, local_replica(placement), placement, self._host))
         if placement.replicas == 1:
             return outputs
         per = -(-batch.rows // placement.replicas)

@@ -67,7 +67,6 @@ WRONG = [
     (step("loss = x / tf.distribute.get_strategy().num_replicas_in_sync"), 8, "mean-by-hand"),
     (step("g, _ = tf.clip_by_global_norm(g, 1.0)"), 8, "clip-in-step"),
     (step("self.w.assign_sub(0.1 * g)"), 8, "assign-in-step"),
-    (TRAINS + "model.compile('adam', 'mse', jit_compile=True)\n", 8, "jit-compile"),
     (TRAINS + "keras.layers.LSTM(3, stateful=True)\n", 8, "stateful"),
     (
         TRAINS + "class C(keras.callbacks.Callback):\n    def on_epoch_end(self, epoch, logs):\n"
