@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, loops, models, parallel, sync
     from tfdist.cluster.spec import ClusterSpec
     from tfdist.strategies.factory import make_strategy
+    from tfdist.strategies.init import init
     from tfdist.strategies.stages import pipeline_devices
     from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
     from tfdist.train.callbacks.image_samples import ImageSamples
@@ -40,6 +41,7 @@ _HOMES = {
     "config": "tfdist.config",
     "data": "tfdist.data",
     "flags": "tfdist.flags",
+    "init": "tfdist.strategies.init",
     "layers": "tfdist.layers",
     "loops": "tfdist.loops",
     "make_strategy": "tfdist.strategies.factory",
@@ -63,6 +65,7 @@ __all__ = [
     "config",
     "data",
     "flags",
+    "init",
     "layers",
     "loops",
     "make_strategy",

@@ -91,7 +91,8 @@ def check_training(model: keras.Model) -> None:
     ):
         return
     remedy = (
-        "Make or load the model, and call compile(), inside `with strategy.scope():`. If it is "
+        "Make or load the model, and call compile(), inside `with strategy.scope():`, or after "
+        "tfdist.init(...) in this thread. If it is "
         'meant to train in this process alone, use `with tf.distribute.OneDeviceStrategy("/cpu:0")'
         '.scope():`, or "/gpu:0".'
     )

@@ -30,8 +30,9 @@ class Trap:
 TRAPS = {
     "no-strategy": Trap(
         "the script makes no strategy: under several workers, each would train the whole model",
-        "call `strategy = tfdist.make_strategy()` first, and make the model in `strategy.scope()`",
-        "porting.md#three-lines",
+        "call `tfdist.init()` first, or `strategy = tfdist.make_strategy()`, and then make the "
+        "model in `strategy.scope()`",
+        "porting.md#one-line",
     ),
     "other-strategy": Trap(
         "tfdist's fixes apply to strategies of `tfdist.make_strategy` only",
@@ -41,7 +42,7 @@ TRAPS = {
     "before-strategy": Trap(
         "this makes a tensor, a dataset or a model before the strategy",
         "make the strategy first",
-        "porting.md#three-lines",
+        "porting.md#one-line",
     ),
     "model-outside-scope": Trap(
         "a model that is made outside of `strategy.scope()` is not distributed",
@@ -139,6 +140,8 @@ class Finding:
     kind: str
 
 
+# Its scope is entered until the end of the script.
+INIT = r"tfdist\.(strategies\.init\.)?init"
 MODELS = (
     r"keras\.(Sequential|Model|models\.(Sequential|Model|clone_model)|applications\.\w+(\.\w+)?)"
 )
@@ -190,8 +193,9 @@ class _Script:
             if not self.name(call.func).startswith("tfdist"):
                 yield Finding(call.lineno, "other-strategy")
             yield from self._before(call)
+        needs_scope = bool(strategies) and not self._any(INIT)
         for call in self.calls:
-            for kind in self._kinds(call, bool(strategies)):
+            for kind in self._kinds(call, needs_scope):
                 yield Finding(call.lineno, kind)
         yield from self._batches()
         yield from self._callbacks()
@@ -211,8 +215,8 @@ class _Script:
     def _is_strategy(self, call: ast.Call) -> bool:
         return self._matches(
             call.func,
-            r"tfdist\.(strategies\.factory\.)?make_strategy|tensorflow\.distribute\.(\w+\.)*"
-            r"(?!OneDevice)\w*Strategy\w*",
+            rf"{INIT}|tfdist\.(strategies\.factory\.)?make_strategy|tensorflow\.distribute\."
+            r"(\w+\.)*(?!OneDevice)\w*Strategy\w*",
         )
 
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -277,10 +281,10 @@ class _Script:
                 if isinstance(node, ast.Call) and self._matches(node.func, STARTS):
                     yield Finding(node.lineno, "before-strategy")
 
-    def _kinds(self, call: ast.Call, has_strategy: bool) -> Iterator[str]:
+    def _kinds(self, call: ast.Call, needs_scope: bool) -> Iterator[str]:
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         method = _method(call)
-        if has_strategy and not self._scoped(call, self.in_scope):
+        if needs_scope and not self._scoped(call, self.in_scope):
             if self._matches(call.func, MODELS):
                 yield "model-outside-scope"
             if self._matches(call.func, OBJECTS):
