@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfdist.cluster.spec import ClusterSpec
     from tfdist.strategies.factory import make_strategy
     from tfdist.strategies.init import init
+    from tfdist.strategies.keras_distribution import enable
     from tfdist.strategies.stages import pipeline_devices
     from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
     from tfdist.train.callbacks.image_samples import ImageSamples
@@ -40,6 +41,7 @@ _HOMES = {
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",
+    "enable": "tfdist.strategies.keras_distribution",
     "flags": "tfdist.flags",
     "init": "tfdist.strategies.init",
     "layers": "tfdist.layers",
@@ -64,6 +66,7 @@ __all__ = [
     "app",
     "config",
     "data",
+    "enable",
     "flags",
     "init",
     "layers",

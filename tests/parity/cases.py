@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
+
 CASES = {}
 GLOBAL_BATCH = 12  # divides by 1, 2 and 3 replicas
 STEPS = 5
@@ -652,6 +654,26 @@ def evaluate_and_predict(strategy):
         "predict data set": model.predict(dataset(x), verbose=0),
         "predict_on_batch": model.predict_on_batch(x[:5]),
     }
+
+
+@case
+def keras_distribution(strategy):
+    """Train, evaluate and predict by `keras.distribution`, on as many devices as the strategy."""
+    tfdist.enable()
+    devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
+    train = dataset(*data(GLOBAL_BATCH * 2 + 7))
+    keras.utils.set_random_seed(1)
+    with keras.distribution.DataParallel(devices=devices).scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+        assert model.distribute_strategy.num_replicas_in_sync == len(devices)
+        result = fitted(model, train, epochs=2, validation_data=dataset(*data(17, seed=5)))
+        x, y = data(31)  # arrays, which are the same in all processes
+        result |= {
+            "evaluate": model.evaluate(x, y, batch_size=7, verbose=0),
+            "predict": model.predict(x, batch_size=7, verbose=0),
+        }
+    return result
 
 
 @case

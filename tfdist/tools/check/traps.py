@@ -39,6 +39,11 @@ TRAPS = {
         "call `tfdist.make_strategy()` instead; the launcher says which strategy it is",
         "training.md#bugs-of-keras-3-that-tfdist-fixes",
     ),
+    "keras-distribution": Trap(
+        "on TensorFlow, Keras alone ignores `keras.distribution` and trains on one device",
+        "call `tfdist.enable()` first",
+        "keras_distribution.md#what-works",
+    ),
     "before-strategy": Trap(
         "this makes a tensor, a dataset or a model before the strategy",
         "make the strategy first",
@@ -184,11 +189,15 @@ class _Script:
 
     def findings(self) -> Iterator[Finding]:
         strategies = [call for call in self.calls if self._is_strategy(call)]
-        distributes = r".*\.scope|tfdist\.parallel\..*"
+        distributes = r".*\.scope|tfdist\.parallel\..*|keras\.distribution\.set_distribution"
         if not strategies and not self._any(distributes):
             for call in self.calls:
                 if _method(call) == "fit":
                     yield Finding(call.lineno, "no-strategy")
+        if not self._any(r"tfdist\.(strategies\.keras_distribution\.)?enable"):
+            for call in self.calls:
+                if self._matches(call.func, r"keras\.distribution\.(initialize|\w+Parallel)"):
+                    yield Finding(call.lineno, "keras-distribution")
         for call in strategies:
             if not self.name(call.func).startswith("tfdist"):
                 yield Finding(call.lineno, "other-strategy")
