@@ -677,6 +677,34 @@ def keras_distribution(strategy):
 
 
 @case
+def keras_model_parallel(strategy):
+    """Train a small transformer whose layouts split weights along each kind of axis."""
+    tfdist.enable()
+    devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
+    mesh = keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map[".*embeddings"] = ("model", None)
+    layout_map[".*(query|key|value)/kernel"] = (None, "model", None)
+    layout_map[".*dense.*/kernel"] = (None, "model")
+    layout_map[".*dense.*/bias"] = ("model",)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 17, (GLOBAL_BATCH * 2 + 7, 5)).astype("int32")
+    layers = keras.layers
+    keras.utils.set_random_seed(1)
+    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+        inputs = keras.Input([5], dtype="int32")
+        x = layers.Embedding(17, 8)(inputs)
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(16, "gelu")(x)))
+        model = keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSSENTROPY)
+        train = dataset(tokens, (tokens.sum(1) % 3).astype("int32"))
+        result = fitted(model, train, epochs=3, validation_data=train)
+        result["predict"] = model.predict(tokens, verbose=0)
+    return result
+
+
+@case
 def on_batch(strategy):
     keras.utils.set_random_seed(1)
     with strategy.scope():

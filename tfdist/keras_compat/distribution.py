@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import keras
 from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common.name_scope import current_path as current_path
 from keras.src.backend.tensorflow import distribution_lib as _backend_lib
 from keras.src.distribution.distribution_lib import GLOBAL_ATTRIBUTE_NAME as _ATTRIBUTE
 from keras.src.distribution.distribution_lib import Distribution
@@ -78,7 +79,8 @@ def devices_of(distribution: Distribution) -> list[str]:
 
 def shards_data(distribution: Distribution) -> bool:
     """Return whether all processes are given the same data, of which each takes its rows."""
-    return distribution._auto_shard_dataset  # the property of this name is newer
+    # The property is newer than Keras 3.10, whose ModelParallel always splits the data.
+    return getattr(distribution, "_auto_shard_dataset", True)
 
 
 def leave_data_to_engine(distribution: Distribution) -> None:

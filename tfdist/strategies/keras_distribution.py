@@ -1,4 +1,4 @@
-"""`keras.distribution` on TensorFlow: data parallelism over devices and processes."""
+"""`keras.distribution` on TensorFlow: data parallelism, and weights sharded by layouts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tfdist.cluster import resolvers
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.keras_compat import distribution as hooks
 from tfdist.keras_compat import scopes
+from tfdist.parallel.sharding import layouts
 from tfdist.strategies import devices as device_names
 from tfdist.strategies.base import ThreadScope
 from tfdist.strategies.factory import make_strategy
 
 PAGE = "See docs/keras_distribution.md."
-REMEDY = f"Use DataParallel, or shard the weights by tfdist.parallel.fsdp(model). {PAGE}"
+KNOWN = (keras.distribution.DataParallel, keras.distribution.ModelParallel)
 
 log = logging.getLogger("tfdist")
 _lock = threading.Lock()
@@ -31,9 +32,10 @@ def enable(devices: device_names.Devices = None) -> None:
     """Make `keras.distribution` work on TensorFlow as it does on JAX.
 
     Call it before the first use of `keras.distribution`. Then `keras.distribution.initialize`
-    connects processes, and models that are made after `set_distribution(DataParallel(...))`, or in
-    `distribution.scope()`, train on all devices of the mesh. What TensorFlow cannot do is an error.
-    With another backend of Keras, this call does nothing, and the script can stay the same.
+    connects processes, and models that are made after `set_distribution(...)`, or in
+    `distribution.scope()`, train on all devices of the mesh. Layouts of `ModelParallel` shard the
+    weights of a model when it is compiled, see `tfdist.parallel.fsdp`. What TensorFlow cannot do is
+    an error. With another backend of Keras, this call does nothing: the script can stay the same.
 
     Args:
         devices: Devices of this process for `keras.distribution.list_devices`, see `make_strategy`.
@@ -156,13 +158,9 @@ class Backend:
             ValueError: If TensorFlow cannot honour the distribution, or this thread is in the scope
                 of a strategy that was entered in another way.
         """
-        data_parallel = isinstance(distribution, keras.distribution.DataParallel)
-        if isinstance(distribution, keras.distribution.ModelParallel):
-            raise ValueError(
-                "keras.distribution: ModelParallel is not supported on TensorFlow: each device "
-                f"would hold all weights, whatever the LayoutMap says. {REMEDY}"
-            )
-        self._scope.change(self._strategy_of(distribution) if data_parallel else None)
+        strategy = self._strategy_of(distribution) if isinstance(distribution, KNOWN) else None
+        if strategy is not None or self._scope.current() is not None:
+            self._scope.change(strategy)
         self._here.distribution = distribution
 
     def distribute_tensor(self, tensor: Any, layout: Any) -> Any:
@@ -173,32 +171,41 @@ class Backend:
         """
         batch = getattr(self.current(), "batch_dim_name", None)
         if any(layout.axes[1:]) or layout.axes[:1] not in ((), (None,), (batch,)):
+            where = hooks.current_path()
             raise ValueError(
-                f"keras.distribution.distribute_tensor: expected a layout that splits at most the "
-                f"first axis, by the mesh's axis {batch!r}, received {layout.axes}: on TensorFlow, "
-                f"a tensor is on one device, but for the rows of a batch. {PAGE}"
+                f"layout of {f'the output of {where!r}' if where else 'a tensor'}: expected one "
+                f"that splits at most the first axis, by the mesh's axis {batch!r}, received "
+                f"{layout.axes}: on TensorFlow, a tensor is on one device, but for the rows of a "
+                f"batch. {PAGE}"
             )
         return tensor
 
     def check_variable(self, variable: keras.Variable, layout: Any) -> None:
         """Check a variable that this thread has made, with a layout of its own or None.
 
+        A variable that a layout of `ModelParallel` splits is sharded when its model is compiled.
+
         Raises:
-            ValueError: If its layout splits it, or the distribution is not a `DataParallel`.
+            ValueError: If its layout cannot be honoured.
         """
         current = self.current()
         if current is not None:
-            if not isinstance(current, keras.distribution.DataParallel):
+            if not isinstance(current, KNOWN):
                 raise ValueError(
-                    f"keras.distribution: expected a DataParallel, received {current}, whose "
-                    f"layout of the variable {variable.path!r} would be ignored. {REMEDY}"
+                    "keras.distribution: expected a DataParallel or ModelParallel, received "
+                    f"{current}, whose layout of the variable {variable.path!r} would be ignored. "
+                    f"{PAGE}"
                 )
             layout = layout or current.get_variable_layout(variable)
-        if any(axes := getattr(layout, "axes", (layout,))):
+        if not any(axes := getattr(layout, "axes", (layout,))):
+            return
+        if not isinstance(current, keras.distribution.ModelParallel):
             raise ValueError(
                 f"layout of the variable {variable.path!r}: expected None for all axes, received "
-                f"{axes}: on TensorFlow, each device holds the whole variable. {REMEDY}"
+                f"{axes}: each device holds the whole variable. "
+                f"Use ModelParallel. {PAGE}"
             )
+        layouts.request(variable, axes)
 
     def _strategy_of(self, distribution: hooks.Distribution) -> tf.distribute.Strategy:
         with self._lock:

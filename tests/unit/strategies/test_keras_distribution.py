@@ -21,6 +21,7 @@ from keras.distribution import (
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, data, mlp
+from tfdist.keras_compat import local_component
 from tfdist.strategies import keras_distribution as module
 from tfdist.train.synchronous.loop import Runner
 
@@ -134,14 +135,73 @@ def test_enable_is_called_once_and_only_for_tensorflow(monkeypatch):
     tfdist.enable("no device")
 
 
+# --- Model parallelism ----------------------------------------------------------------------------
+def model_parallel(shape=(1, 2), batch="batch", **layouts):
+    """Return a distribution over the first devices, with a layout for each name of variables."""
+    devices = keras.distribution.list_devices()[: shape[0] * shape[1]]
+    layout_map = LayoutMap(DeviceMesh(shape, ["batch", "model"], devices))
+    for name, axes in layouts.items():
+        layout_map[f".*{name}"] = axes
+    return ModelParallel(layout_map=layout_map, batch_dim_name=batch)
+
+
+def held(variable):
+    """Return the number of elements of a variable that each device holds."""
+    return [int(tf.size(local_component(variable, i))) for i in range(2)]
+
+
+def test_each_device_holds_a_part_of_the_weights_and_slots_with_the_numbers_of_one(alone, tmp_path):
+    with model_parallel(kernel=(None, "model")).scope():
+        model = build()
+        assert_equal(numbers(model), alone)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    # The pattern also matches the names of slots, which are rows by then.
+    with model_parallel((3, 1), **{"kernel.*": ("batch", None)}).scope():
+        assert_equal(numbers(build()), alone)
+    for each in (model, loaded):
+        kernel = each.layers[0].kernel
+        slots = [v for v in each.optimizer.variables if "kernel" in v.path]
+        assert len(slots) == 4
+        half = kernel.shape[0] * kernel.shape[1] // 2
+        assert held(kernel) == held(slots[0]) == held(slots[1]) == [half, half]
+        x, y = data(29)
+        np.testing.assert_allclose(each.evaluate(x, y, verbose=0), alone[2], rtol=1e-5)
+
+
+def test_layouts_that_split_nothing_leave_weights_whole(alone):
+    with model_parallel(kernel=(None, None)).scope():
+        model = build()
+        assert_equal(numbers(model), alone)
+    assert held(model.weights[0])[0] == model.weights[0].value.shape.num_elements()
+
+
+@pytest.mark.parametrize("method", ["fit", "predict"])
+def test_a_model_whose_weights_come_after_compile_is_refused(method):
+    with model_parallel(kernel=(None, "model")).scope():
+        model = keras.Sequential([keras.layers.Dense(3)])
+        model.compile("sgd", CROSSENTROPY)
+        with pytest.raises(ValueError, match=r"dense\w*/kernel': the model .*keras.Input"):
+            model.fit(*data(6), verbose=0) if method == "fit" else model.predict(data(6)[0])
+
+
+def test_layouts_that_cannot_be_honoured_name_the_variable_or_layer():
+    with model_parallel(kernel=("model",)).scope():
+        with pytest.raises(ValueError, match=r"/kernel': expected 2 axes.*received \('model',\)"):
+            build()
+    with model_parallel(kernel=(None, "model")).scope():
+        frozen = keras.layers.Dense(3, trainable=False, name="frozen")
+        model = keras.Sequential([keras.Input([6]), frozen, keras.layers.Dense(3)])
+        with pytest.raises(ValueError, match=r"frozen/kernel': expected None .* not trained whole"):
+            model.compile("sgd", CROSSENTROPY)
+    with model_parallel(output=("batch", "model")).scope():
+        with pytest.raises(ValueError, match=r"output of 'dense\w*': expected one that splits at"):
+            keras.layers.Dense(3)(tf.zeros([2, 6]))
+    with model_parallel(output=("batch", None)).scope():
+        keras.layers.Dense(3)(tf.zeros([2, 6]))
+
+
 # --- What TensorFlow cannot do --------------------------------------------------------------------
-def test_model_parallel_is_refused():
-    layouts = LayoutMap(DeviceMesh((1, 2), ["batch", "model"], TWO))
-    with pytest.raises(ValueError, match=r"ModelParallel is not supported.*fsdp\(model\)"):
-        set_distribution(ModelParallel(layout_map=layouts))
-    assert keras.distribution.distribution() is None
-
-
 def test_layouts_that_split_variables_or_tensors_are_refused():
     class ByRows(DataParallel):
         def get_variable_layout(self, variable):
@@ -149,13 +209,13 @@ def test_layouts_that_split_variables_or_tensors_are_refused():
 
     distribution = DataParallel(devices=TWO)
     mesh = distribution.device_mesh
-    with pytest.raises(ValueError, match=r"variable 'mine': expected None.*\('batch',\)"):
+    with pytest.raises(ValueError, match=r"variable 'mine': expected None.*\('batch',\).*Use M"):
         keras.Variable([1.0, 2.0], name="mine", layout=TensorLayout(("batch",), mesh))
     with distribution.scope():
         keras.Variable([1.0, 2.0], layout=TensorLayout((None,), mesh))
         rows = keras.distribution.distribute_tensor(tf.zeros([4, 2]), TensorLayout(["batch"], mesh))
         assert rows.shape == (4, 2)
-        with pytest.raises(ValueError, match=r"distribute_tensor: .*'batch', received \(None, 'b"):
+        with pytest.raises(ValueError, match=r"layout of a tensor: .*'batch', received \(None"):
             keras.distribution.distribute_tensor(rows, TensorLayout((None, "batch"), mesh))
     with ByRows(devices=TWO).scope(), pytest.raises(ValueError, match="layout of the variable"):
         keras.Variable([1.0, 2.0])
@@ -167,7 +227,9 @@ def test_a_distribution_of_another_class_makes_no_variables():
     base = DataParallel.__mro__[1]
     with base(DeviceMesh((2,), ["batch"], TWO)).scope():
         assert not tf.distribute.has_strategy()
-        with pytest.raises(ValueError, match=r"expected a DataParallel, received <Distribution"):
+        with pytest.raises(
+            ValueError, match=r"expected a DataParallel or ModelParallel, received <D"
+        ):
             keras.layers.Dense(1).build((None, 2))
 
 
@@ -184,6 +246,10 @@ def test_another_strategys_scope_is_refused(mirrored):
     with mirrored.scope(), pytest.raises(ValueError, match=r"keras\.distribution: expected to be"):
         set_distribution(DataParallel(devices=TWO))
     assert keras.distribution.distribution() is None
+    with mirrored.scope():
+        set_distribution(None)
+        keras.utils.clear_session()
+        assert tf.distribute.get_strategy() is mirrored
 
 
 # --- Several processes ----------------------------------------------------------------------------

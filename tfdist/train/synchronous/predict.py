@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.sharding import layouts
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows, without_optionals
 from tfdist.train.synchronous.gathered_rows import all_gather_rows
@@ -37,6 +38,7 @@ class Predictor:
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
         if not self.model.built:
             self._build(batches[0])
+            layouts.check(self.model)
         function = (
             self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
         )
