@@ -64,7 +64,8 @@ def assert_equal(results, expected):
 @pytest.fixture(scope="module")
 def alone():
     """Return the numbers of Keras on one device."""
-    return numbers(build())
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        return numbers(build())
 
 
 # --- Data parallelism -----------------------------------------------------------------------------
