@@ -5,6 +5,7 @@ Two processes are tested in tests/parity, where they are started anyway.
 
 import concurrent.futures
 import json
+import types
 
 import keras
 import numpy as np
@@ -22,6 +23,7 @@ from keras.distribution import (
 import tfdist
 from tests.parity.cases import CROSSENTROPY, data, mlp
 from tfdist.keras_compat import local_component
+from tfdist.parallel.placement import Placement
 from tfdist.strategies import keras_distribution as module
 from tfdist.train.synchronous.loop import Runner
 
@@ -281,6 +283,19 @@ def test_processes_of_the_environment_must_be_connected_first(monkeypatch):
 def test_wrong_arguments_of_initialize_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         keras.distribution.initialize(*arguments)
+
+
+def test_a_mesh_has_all_devices_of_all_processes_and_the_data_are_whole():
+    engine = types.SimpleNamespace(placement=Placement(2, 1))
+    backend = module.Backend("cpu:0")
+    backend._workers = types.SimpleNamespace(tfdist_engine=engine)
+    assert backend.list_devices() == TWO
+    assert (backend.num_processes(), backend.process_id()) == (2, 1)
+    with pytest.raises(ValueError, match=r"of 2 processes, cpu:0, cpu:1, received cpu:1\. Make it"):
+        backend.change(DataParallel(devices=["cpu:1"]))
+    with pytest.raises(ValueError, match="auto_shard_dataset: expected True with several"):
+        backend.change(DataParallel(devices=TWO, auto_shard_dataset=False))
+    assert backend.current() is None
 
 
 def test_one_process_needs_no_others():
