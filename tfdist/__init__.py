@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, loops, models, parallel, sync
     from tfdist.cluster.spec import ClusterSpec
     from tfdist.strategies.factory import make_strategy
+    from tfdist.strategies.init import init
+    from tfdist.strategies.keras_distribution import enable
     from tfdist.strategies.stages import pipeline_devices
     from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
     from tfdist.train.callbacks.image_samples import ImageSamples
@@ -39,7 +41,9 @@ _HOMES = {
     "app": "tfdist.app",
     "config": "tfdist.config",
     "data": "tfdist.data",
+    "enable": "tfdist.strategies.keras_distribution",
     "flags": "tfdist.flags",
+    "init": "tfdist.strategies.init",
     "layers": "tfdist.layers",
     "loops": "tfdist.loops",
     "make_strategy": "tfdist.strategies.factory",
@@ -62,7 +66,9 @@ __all__ = [
     "app",
     "config",
     "data",
+    "enable",
     "flags",
+    "init",
     "layers",
     "loops",
     "make_strategy",

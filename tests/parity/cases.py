@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
+
 CASES = {}
 GLOBAL_BATCH = 12  # divides by 1, 2 and 3 replicas
 STEPS = 5
@@ -652,6 +654,54 @@ def evaluate_and_predict(strategy):
         "predict data set": model.predict(dataset(x), verbose=0),
         "predict_on_batch": model.predict_on_batch(x[:5]),
     }
+
+
+@case
+def keras_distribution(strategy):
+    """Train, evaluate and predict by `keras.distribution`, on as many devices as the strategy."""
+    tfdist.enable()
+    devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
+    train = dataset(*data(GLOBAL_BATCH * 2 + 7))
+    keras.utils.set_random_seed(1)
+    with keras.distribution.DataParallel(devices=devices).scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+        assert model.distribute_strategy.num_replicas_in_sync == len(devices)
+        result = fitted(model, train, epochs=2, validation_data=dataset(*data(17, seed=5)))
+        x, y = data(31)  # arrays, which are the same in all processes
+        result |= {
+            "evaluate": model.evaluate(x, y, batch_size=7, verbose=0),
+            "predict": model.predict(x, batch_size=7, verbose=0),
+        }
+    return result
+
+
+@case
+def keras_model_parallel(strategy):
+    """Train a small transformer whose layouts split weights along each kind of axis."""
+    tfdist.enable()
+    devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
+    mesh = keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map[".*embeddings"] = ("model", None)
+    layout_map[".*(query|key|value)/kernel"] = (None, "model", None)
+    layout_map[".*dense.*/kernel"] = (None, "model")
+    layout_map[".*dense.*/bias"] = ("model",)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 17, (GLOBAL_BATCH * 2 + 7, 5)).astype("int32")
+    layers = keras.layers
+    keras.utils.set_random_seed(1)
+    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+        inputs = keras.Input([5], dtype="int32")
+        x = layers.Embedding(17, 8)(inputs)
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+        x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(16, "gelu")(x)))
+        model = keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSSENTROPY)
+        train = dataset(tokens, (tokens.sum(1) % 3).astype("int32"))
+        result = fitted(model, train, epochs=3, validation_data=train)
+        result["predict"] = model.predict(tokens, verbose=0)
+    return result
 
 
 @case

@@ -11,10 +11,30 @@ import traceback
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 
+def connected(devices):
+    """Return the strategy of processes that `keras.distribution` has connected."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    tfdist.enable(devices)
+    cluster = tfdist.ClusterSpec.from_environ()
+    keras.distribution.initialize(
+        ",".join(cluster.jobs["worker"]), len(cluster.tasks), cluster.task_index
+    )
+    with keras.distribution.DataParallel().scope():
+        return tf.distribute.get_strategy()
+
+
 def main(name: str, devices: str, out: str, *names: str) -> None:
     import tfdist
 
-    strategy = tfdist.make_strategy(name, devices=None if devices == "-" else devices)
+    devices_or_none = None if devices == "-" else devices
+    if name == "keras.distribution":
+        strategy = connected(devices_or_none)
+    else:
+        strategy = tfdist.make_strategy(name, devices=devices_or_none)
     import keras
 
     from tests.parity.guide_cases import CASES

@@ -43,7 +43,7 @@ SETUPS = {  # name: strategy, devices, processes, cases where not all
     "mirrored-2": ("mirrored", "2", 1),
     "mirrored-3": ("mirrored", "3", 1),
     "central-2": ("central_storage", "2", 1),
-    "workers-2": ("multi_worker_mirrored", "-", 2),
+    "workers-2": ("keras.distribution", "-", 2),
     "workers-3": ("multi_worker_mirrored", "-", 3, *OF_THREE),
 }
 # Setups of one process, two at a time: each spends its time in Python, on one core.

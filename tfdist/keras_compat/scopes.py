@@ -52,6 +52,11 @@ def watch(strategy: tf.distribute.Strategy, processes: int = 1) -> None:
     _watched.append(_Watched(weakref.ref(strategy), type(strategy).__name__, processes))
 
 
+def unwatch(strategy: tf.distribute.Strategy) -> None:
+    """Let models train outside of a strategy's scope."""
+    _watched[:] = [each for each in _watched if each.strategy() is not strategy]
+
+
 def _forget_what_is_gone() -> None:
     """Forget the strategies that no longer matter.
 
@@ -91,7 +96,8 @@ def check_training(model: keras.Model) -> None:
     ):
         return
     remedy = (
-        "Make or load the model, and call compile(), inside `with strategy.scope():`. If it is "
+        "Make or load the model, and call compile(), inside `with strategy.scope():`, or after "
+        "tfdist.init(...) in this thread. If it is "
         'meant to train in this process alone, use `with tf.distribute.OneDeviceStrategy("/cpu:0")'
         '.scope():`, or "/gpu:0".'
     )

@@ -263,10 +263,10 @@ class Supervisor:
         if unmet:
             self._console.notice(
                 f"tfdist: {', '.join(unmet)} ended without having met the other tasks of the "
-                "cluster, because the program did not call tfdist.make_strategy(). Unless it "
-                "connects the tasks by itself (TF_CONFIG), each has done the whole work alone, and "
-                "all have written the same files. Call tfdist.make_strategy() first and make the "
-                "model in its scope, or launch a single task."
+                "cluster, because the program did not call tfdist.init() or make_strategy(). "
+                "Unless it connects the tasks by itself (TF_CONFIG), each has done the whole work "
+                "alone, and all have written the same files. Call tfdist.init() first, or launch "
+                "a single task."
             )
 
     def _start(self, plan: TaskPlan) -> Process:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -40,6 +42,56 @@ class KeptScope(contextlib.AbstractContextManager):
         if self in _entered:
             _entered.remove(self)
         self._scope.__exit__(*error)
+
+
+class ThreadScope(threading.local):
+    """Scope that a thread stays in until it changes it, without a `with` block.
+
+    Args:
+        owner: Name of the function that enters it, for errors.
+    """
+
+    def __init__(self, owner: str):
+        self._owner = owner
+        self._strategy: tf.distribute.Strategy | None = None
+        self._scope: Any = None
+
+    def current(self) -> tf.distribute.Strategy | None:
+        """Return the strategy whose scope this thread has entered here and not left."""
+        # TensorFlow's `reset_default_graph` ends all scopes.
+        return self._strategy if self._strategy is tf.distribute.get_strategy() else None
+
+    def change(self, strategy: tf.distribute.Strategy | None) -> None:
+        """Leave the scope that this thread is in, and enter that of a strategy, unless it is None.
+
+        Raises:
+            ValueError: If this thread is in a scope that it has entered in another way.
+        """
+        if (former := self.current()) is not None:
+            if former is strategy:
+                return
+            self._scope.__exit__(None, None, None)
+        self._strategy = self._scope = None
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                f"{self._owner}: expected to be outside of all scopes of strategies, received a "
+                f"call in that of a {type(tf.distribute.get_strategy()).__name__}. End the `with` "
+                "block, or leave out one of the two."
+            )
+        if strategy is not None:
+            scope = strategy.scope()
+            scope.__enter__()
+            self._strategy, self._scope = strategy, scope
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Leave the scope within the context; see `change` for errors."""
+        former = self.current()
+        self.change(None)
+        try:
+            yield
+        finally:
+            self.change(former)
 
 
 class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # type: ignore[misc]

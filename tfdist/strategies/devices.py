@@ -42,9 +42,10 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
             _before_start(f"{cpus} CPU devices", len(tf.config.list_logical_devices("CPU")) >= cpus)
         else:
             cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(
-                cpu, [tf.config.LogicalDeviceConfiguration()] * cpus
-            )
+            if len(tf.config.get_logical_device_configuration(cpu) or ()) < cpus:
+                tf.config.set_logical_device_configuration(
+                    cpu, [tf.config.LogicalDeviceConfiguration()] * cpus
+                )
     return names
 
 

@@ -30,18 +30,24 @@ class Trap:
 TRAPS = {
     "no-strategy": Trap(
         "the script makes no strategy: under several workers, each would train the whole model",
-        "call `strategy = tfdist.make_strategy()` first, and make the model in `strategy.scope()`",
-        "porting.md#three-lines",
+        "call `tfdist.init()` first, or `strategy = tfdist.make_strategy()`, and then make the "
+        "model in `strategy.scope()`",
+        "porting.md#one-line",
     ),
     "other-strategy": Trap(
         "tfdist's fixes apply to strategies of `tfdist.make_strategy` only",
         "call `tfdist.make_strategy()` instead; the launcher says which strategy it is",
         "training.md#bugs-of-keras-3-that-tfdist-fixes",
     ),
+    "keras-distribution": Trap(
+        "on TensorFlow, Keras alone ignores `keras.distribution` and trains on one device",
+        "call `tfdist.enable()` first",
+        "keras_distribution.md#what-works",
+    ),
     "before-strategy": Trap(
         "this makes a tensor, a dataset or a model before the strategy",
         "make the strategy first",
-        "porting.md#three-lines",
+        "porting.md#one-line",
     ),
     "model-outside-scope": Trap(
         "a model that is made outside of `strategy.scope()` is not distributed",
@@ -134,6 +140,8 @@ class Finding:
     kind: str
 
 
+# Its scope is entered until the end of the script.
+INIT = r"tfdist\.(strategies\.init\.)?init"
 MODELS = (
     r"keras\.(Sequential|Model|models\.(Sequential|Model|clone_model)|applications\.\w+(\.\w+)?)"
 )
@@ -176,17 +184,22 @@ class _Script:
 
     def findings(self) -> Iterator[Finding]:
         strategies = [call for call in self.calls if self._is_strategy(call)]
-        distributes = r".*\.scope|tfdist\.parallel\..*"
+        distributes = r".*\.scope|tfdist\.parallel\..*|keras\.distribution\.set_distribution"
         if not strategies and not self._any(distributes):
             for call in self.calls:
                 if _method(call) == "fit":
                     yield Finding(call.lineno, "no-strategy")
+        if not self._any(r"tfdist\.(strategies\.keras_distribution\.)?enable"):
+            for call in self.calls:
+                if self._matches(call.func, r"keras\.distribution\.(initialize|\w+Parallel)"):
+                    yield Finding(call.lineno, "keras-distribution")
         for call in strategies:
             if not self.name(call.func).startswith("tfdist"):
                 yield Finding(call.lineno, "other-strategy")
             yield from self._before(call)
+        needs_scope = bool(strategies) and not self._any(INIT)
         for call in self.calls:
-            for kind in self._kinds(call, bool(strategies)):
+            for kind in self._kinds(call, needs_scope):
                 yield Finding(call.lineno, kind)
         yield from self._batches()
         yield from self._callbacks()
@@ -206,8 +219,8 @@ class _Script:
     def _is_strategy(self, call: ast.Call) -> bool:
         return self._matches(
             call.func,
-            r"tfdist\.(strategies\.factory\.)?make_strategy|tensorflow\.distribute\.(\w+\.)*"
-            r"(?!OneDevice)\w*Strategy\w*",
+            rf"{INIT}|tfdist\.(strategies\.factory\.)?make_strategy|tensorflow\.distribute\."
+            r"(\w+\.)*(?!OneDevice)\w*Strategy\w*",
         )
 
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -272,10 +285,10 @@ class _Script:
                 if isinstance(node, ast.Call) and self._matches(node.func, STARTS):
                     yield Finding(node.lineno, "before-strategy")
 
-    def _kinds(self, call: ast.Call, has_strategy: bool) -> Iterator[str]:
+    def _kinds(self, call: ast.Call, needs_scope: bool) -> Iterator[str]:
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         method = _method(call)
-        if has_strategy and not self._scoped(call, self.in_scope):
+        if needs_scope and not self._scoped(call, self.in_scope):
             if self._matches(call.func, MODELS):
                 yield "model-outside-scope"
             if self._matches(call.func, OBJECTS):

@@ -27,6 +27,7 @@ from tfdist.keras_compat import (
 from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
+from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
@@ -139,6 +140,12 @@ class Engine(Hooks):
         self.watchdog.transport = transport
 
     # --- fit, evaluate, predict -------------------------------------------------------------------
+    def compile(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> None:
+        """Run `keras.Model.compile` in the scope; shard the weights first if layouts say so."""
+        with contextlib.nullcontext() if tf.distribute.has_strategy() else self._strategy.scope():
+            layouts.shard(model)
+        super().compile(model, keras_method, *args, **kwargs)
+
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.fit`, each step on all replicas."""
         call = bind(keras_method, model, args, kwargs)
@@ -274,6 +281,7 @@ class Engine(Hooks):
     def make_predict_function(self, model: keras.Model, _, force: bool = False):
         """Create the model's `predict_function`, a `Predictor`."""
         check_deferred(model)  # predict_on_batch has not checked it
+        layouts.check(model)
         check_stateful(model, self.placement.replicas, "replicas")
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(
@@ -553,6 +561,7 @@ class Engine(Hooks):
                     )
 
     def _runner(self, model, model_step) -> Runner:
+        layouts.check(model)
         self._check_copies(model)
         trains = model_step == model.train_step
         return Runner(

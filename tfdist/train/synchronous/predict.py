@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.sharding import layouts
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.synchronous.compiled_step import can_compile
 from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows, without_optionals
@@ -39,6 +40,7 @@ class Predictor:
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
         if not self.model.built:
             self._build(batches[0])
+            layouts.check(self.model)
         if self._compiles is None:
             self._compiles = self._decide_on_xla(batches[0])
         function = (

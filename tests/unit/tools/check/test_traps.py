@@ -43,6 +43,16 @@ WRONG = [
         2,
         "before-strategy",
     ),
+    (
+        "from keras import distribution as d\nd.set_distribution(d.DataParallel())\nm.fit(x)\n",
+        2,
+        "keras-distribution",
+    ),
+    (
+        "import keras, tfdist\nmodel = keras.Sequential([])\ntfdist.init()\n",
+        2,
+        "before-strategy",
+    ),
     (HEAD + "model = keras.Sequential([])\n", 6, "model-outside-scope"),
     (HEAD + "from keras import layers, Model\nm = Model(1, 2)\n", 7, "model-outside-scope"),
     (HEAD + "m = tf.keras.applications.ResNet50()\n", 6, "model-outside-scope"),
@@ -121,6 +131,13 @@ def test_every_trap_has_a_test_and_a_section_of_the_docs():
         "        if self.is_chief:\n            open('x', 'w')\n"
         "        open('x').read()\n        self.model.save('x.keras')\n",
         step("loss = tf.reduce_mean(x)"),
+        "import keras, tfdist\ntfdist.enable()\nkeras.distribution.initialize()\n"
+        "keras.distribution.set_distribution(keras.distribution.DataParallel())\n"
+        "model = keras.Sequential([])\nmodel.fit(x, y)\n",
+        "import keras, tfdist\ntfdist.init(devices=2)\nmodel = keras.Sequential([])\n"
+        "model.compile(keras.optimizers.Adam(), 'mse')\nmodel.fit(x, y)\n",
+        "from tfdist import init\nimport keras\ndef main():\n    init()\n"
+        "    keras.Sequential([]).fit(x, y)\n",
         "import tfdist\nprint('no training')\n",
         "",
     ],

@@ -1,0 +1,62 @@
+"""Layouts of `keras.distribution.ModelParallel`, honoured by sharding with `fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+from tfdist.keras_compat.parallel import Sharded
+from tfdist.parallel.sharding.fsdp import fsdp
+
+
+def request(variable: keras.Variable, axes: Sequence[str | None]) -> None:
+    """Note that a layout splits a variable; `shard` splits it if it is a model's weight.
+
+    Args:
+        variable: Variable that was made just now.
+        axes: Axis of the mesh, or None, for each axis of the variable; not all None.
+    """
+    variable.tfdist_layout = tuple(axes)
+
+
+def shard(model: keras.Model) -> None:
+    """Shard the weights of a model if layouts split some of them; call it before `compile`.
+
+    All trainable weights are sharded over all replicas, whichever axes the layouts name.
+
+    Raises:
+        ValueError: If a layout has another number of axes than its weight, or splits a frozen
+            weight or a state, which `fsdp` leaves whole.
+    """
+    asked = _asked(model)
+    if not asked or all(isinstance(v, Sharded) for v in asked):
+        return
+    trainable = {id(v) for v in model.trainable_weights}
+    for v in asked:
+        if len(v.tfdist_layout) != len(v.shape):
+            raise ValueError(
+                f"layout of the variable {v.path!r}: expected {len(v.shape)} axes, as its shape "
+                f"{tuple(v.shape)} has, received {v.tfdist_layout}."
+            )
+        if id(v) not in trainable:
+            raise ValueError(
+                f"layout of the variable {v.path!r}: expected None for all axes, received "
+                f"{v.tfdist_layout}: on TensorFlow, each device holds weights that are not trained "
+                "whole. Take it out of the LayoutMap."
+            )
+    fsdp(model)
+
+
+def check(model: keras.Model) -> None:
+    """Raise ValueError if layouts split weights of a model that `shard` has not seen."""
+    if late := [v for v in _asked(model) if not isinstance(v, Sharded)]:
+        raise ValueError(
+            f"layout of the variable {late[0].path!r}: the model {model.name!r} had no such weight "
+            "when compile() was called, and each device would hold it whole. Begin the model with "
+            "keras.Input, or call model.build(input_shape), and then compile()."
+        )
+
+
+def _asked(model: keras.Model) -> list[keras.Variable]:
+    return [v for v in model.weights if hasattr(v, "tfdist_layout")]
