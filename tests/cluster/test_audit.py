@@ -172,7 +172,7 @@ def test_workers_end_with_the_audit(members, directory, number):
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ([], 2, "expected --config=FILE.py, or --pipeline=FILE.py:FUNCTION; received neither"),
+        ([], 2, "expected --config=FILE, or --pipeline=FILE.py:FUNCTION; received neither"),
         (["--config=digits.py"], 78, "--config=digits.py: no such file in"),
         (
             ["--config=configs/digits.py", "--config.data.globl_batch=3"],

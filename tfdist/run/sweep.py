@@ -31,7 +31,7 @@ FAILED_CODE = 1
 SAVE_S = 60.0  # for a run to save a snapshot and end, after a signal
 LABEL_LENGTH = 150  # of the name of a directory
 _NOT_SWEPT = ("name", "output.dir")  # they choose the directories
-_COMPARED = ("name", "data", "model", "train", "sync", "parallel")  # sections of a finished run
+_COMPARED = ("name", "data", "model", "train", "sync", "parallel")  # sections that decide results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +78,21 @@ class Planned:
         """Return the summary of the finished run; None if it is not finished.
 
         Raises:
-            ValueError: If the directory has a finished run with other settings.
+            ValueError: If the directory has a run with other settings, which is finished or would
+                resume.
         """
         summary = _read_json(self.directory / SUMMARY)
-        if summary is None:
+        if summary is None and not (self.directory / "backup").is_dir():
             return None
+        state = "interrupted" if summary is None else "finished"
         there = _read_json(self.directory / CONFIG) or {}
         here = json.loads(json.dumps(self.settings.to_dict()))
         for section in _COMPARED:
-            _check_same(section, there.get(section), here[section], self.directory)
+            if found := _difference(section, there.get(section, here[section]), here[section]):
+                raise ValueError(
+                    f"{FLAG}: {self.directory} holds a run that is {state}, with {found}. Remove "
+                    "that directory, or name another one for the sweep, --config.output.dir=DIR."
+                )
         return summary
 
 
@@ -371,16 +377,12 @@ def _values(key: str, text: str) -> list[str]:
     return values
 
 
-def _check_same(key: str, there: Any, here: Any, directory: Path) -> None:
-    """Raise ValueError at the first difference of two settings, unless only one has the key."""
+def _difference(key: str, there: Any, here: Any) -> str:
+    """Return the first difference of two settings, or "". A key that one lacks does not count."""
     if isinstance(there, dict) and isinstance(here, dict) and not key.endswith("options"):
-        for name in there.keys() & here.keys():
-            _check_same(f"{key}.{name}", there[name], here[name], directory)
-    elif there is not None and there != here:
-        raise ValueError(
-            f"{FLAG}: {directory} holds a finished run with {key}={there!r}; expected {here!r}. "
-            "Remove that directory, or name another one for the sweep, --config.output.dir=DIR."
-        )
+        names = [name for name in here if name in there]
+        return next(filter(None, (_difference(f"{key}.{n}", there[n], here[n]) for n in names)), "")
+    return f"{key}={there!r}; expected {here!r}" if there != here else ""
 
 
 def _read_json(path: Path) -> Any:

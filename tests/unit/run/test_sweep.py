@@ -114,7 +114,19 @@ def test_finished_runs_are_those_with_the_same_settings(runs):
         runs[0].settings, train=dataclasses.replace(runs[0].settings.train, epochs=3)
     )
     other = dataclasses.replace(runs[0], settings=changed)
-    with pytest.raises(ValueError, match=r"holds a finished run with train\.epochs=10; expected 3"):
+    with pytest.raises(ValueError, match=r"is finished, with train\.epochs=10; expected 3"):
+        other.summary()
+    (other.directory / "summary.json").unlink()
+    assert other.summary() is None  # it failed before it saved anything
+    (other.directory / "backup").mkdir()
+    with pytest.raises(ValueError, match=r"is interrupted, with train\.epochs=10; expected 3"):
+        other.summary()
+    assert runs[0].summary() is None
+    average = dataclasses.replace(runs[0].settings.train, ema=0.9)
+    other = dataclasses.replace(
+        runs[0], settings=dataclasses.replace(runs[0].settings, train=average)
+    )
+    with pytest.raises(ValueError, match=r"with train\.ema=None; expected 0\.9"):
         other.summary()
     (runs[0].directory / "summary.json").write_text("{")
     with pytest.raises(ValueError, match=r"summary\.json: expected JSON of a run"):
