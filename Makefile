@@ -8,7 +8,7 @@ COMPAT = 'keras==3.10.0' 'tensorflow==2.19.*'
 BIN = .venv/bin
 PIP_INSTALL = -m pip install -qq --disable-pip-version-check
 PYTEST = -m pytest -q
-# Models as small as the tests' build kernels of oneDNN more often than they run them: a quarter of the time.
+# For models as small as those of the tests, making the kernels of oneDNN takes a quarter of the CPU time.
 WITHOUT_ONEDNN = TF_ENABLE_ONEDNN_OPTS=0
 # Several files of tests at a time: on two cores, some of them wait for processes.
 FILES = --dist loadfile --max-worker-restart 0
@@ -22,15 +22,15 @@ help:
 	@echo "make test         lint, types, doctests and all tests"
 	@echo "make test-quick   lint, types, doctests and unit tests"
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
+	@echo "make test-matrix  the same on each TensorFlow and Keras that can be installed; writes the table of docs/versions.md"
 	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI, Ray, Kubernetes"
-	@echo "make test-matrix the same on each TensorFlow and Keras that can be installed; writes the table of docs/versions.md"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
 	@echo "make soak         twenty minutes with thirty kills: goodput, and threads, files and memory stay flat"
 	@echo "make bench        measure what fit, one device, XLA, policies, shards, stages, parameter servers, failures, step breakdown, input and many tasks cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
-	@echo "make dist-check builds wheel and sdist, installs each in a new environment, and uses it"
+	@echo "make dist-check   build wheel and sdist, install each in a new environment, and use it"
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
 

@@ -31,6 +31,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratios_of,
     row,
     spread,
     table,
@@ -94,10 +95,6 @@ def start(model: Model, name: str, args: argparse.Namespace) -> tuple[float, flo
     return first, statistics.median(later)
 
 
-def _ratios(times: dict[str, list[float]], other: str) -> list[float]:
-    return [a / b for a, b in zip(times["tfdist"], times[other], strict=True)]
-
-
 def judge(results: dict, frameworks: list[str]) -> list[dict]:
     """Compare the ratios of times with their bars."""
     verdicts = []
@@ -105,7 +102,7 @@ def judge(results: dict, frameworks: list[str]) -> list[dict]:
         for what, times in times_of.items():
             bar = FIRST_BAR if what in FIRST else STEP_BAR
             for other in frameworks[1:]:
-                ratios = _ratios(times, other)
+                ratios = ratios_of(times, "tfdist", other)
                 name = f"{MODELS[model].title}, {FIRST.get(what, what)}: tfdist / {other}"
                 passed = statistics.median(ratios) <= bar
                 verdicts.append({"name": name, "bar": bar, "rounds": ratios, "passed": passed})

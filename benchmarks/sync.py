@@ -27,6 +27,7 @@ from common.report import (
     cores,
     fill_options,
     heading,
+    ratios_of,
     row,
     spread,
     table,
@@ -225,7 +226,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         ]
         lines += table("policy", "steps/s", "of the default's", "kB a step", "accuracy")
         for variant, seconds in result["seconds"].items():
-            ratios = [b / a for a, b in zip(seconds, result["seconds"]["mean"], strict=True)]
+            ratios = ratios_of(result["seconds"], "mean", variant)
             sent = f"{result['bytes'][variant] / 1e3:,.1f}" if variant in result["bytes"] else ""
             rates = spread([1 / s for s in seconds], ".1f")
             lines += row(

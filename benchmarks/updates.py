@@ -28,6 +28,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratios_of,
     row,
     spread,
     table,
@@ -87,19 +88,15 @@ def start(network: str, update: str, args: argparse.Namespace) -> float:
     return seconds
 
 
-def _ratios(times: dict[str, list[float]]) -> list[float]:
-    return [a / b for a, b in zip(*(times[name] for name in UPDATES), strict=True)]
-
-
 def judge(results: dict, starts: dict) -> list[dict]:
     """Compare the ratios of times with their bars."""
     found = []
     for model, result in results.items():
         for what, bar in zip(WHAT, BARS[model], strict=True):
             name = f"{MODELS[model].title}, Adam: {WHAT[what]}"
-            found.append((name, bar, _ratios(result["seconds"][what]["Adam"])))
+            found.append((name, bar, ratios_of(result["seconds"][what]["Adam"], *UPDATES)))
     for network, times in starts.items():
-        found.append((f"{network}: first step", 1.0, _ratios(times)))
+        found.append((f"{network}: first step", 1.0, ratios_of(times, *UPDATES)))
     return [
         {"name": name, "bar": bar, "rounds": ratios, "passed": statistics.median(ratios) <= bar}
         for name, bar, ratios in found
@@ -126,13 +123,13 @@ def report(results: dict, starts: dict, verdicts: list[dict], facts: dict) -> st
             for title, times in of_optimizers.items():
                 form = ".3f" if statistics.median(times["Keras"]) < 0.1 else ".1f"
                 cells = [spread([1e3 * s for s in times[k]], form) for k in reversed(UPDATES)]
-                ratios = spread(_ratios(times), ".2f")
+                ratios = spread(ratios_of(times, *UPDATES), ".2f")
                 lines += row(f"{title}, {WHAT[what]}", *cells, ratios)
     lines += ["", "## First step: tracing the step, and running it once (AdamW)", ""]
     lines += table("", "CPU s, Keras", "CPU s, tfdist", "tfdist / Keras")
     for network, times in starts.items():
         cells = [spread(times[k], ".2f") for k in reversed(UPDATES)]
-        lines += row(network, *cells, spread(_ratios(times), ".2f"))
+        lines += row(network, *cells, spread(ratios_of(times, *UPDATES), ".2f"))
     lines += ["", "## Bars", "", *ratio_rows(verdicts, "tfdist / Keras")]
     return "\n".join(lines) + "\n"
 

@@ -26,6 +26,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratios_of,
     row,
     spread,
     table,
@@ -76,16 +77,12 @@ def measure(network: str, replicas: int, args: argparse.Namespace) -> dict:
     }
 
 
-def _ratios(times: dict[str, list[float]]) -> list[float]:
-    return [a / b for a, b in zip(times["xla"], times["off"], strict=True)]
-
-
 def judge(results: dict[str, dict[int, dict]]) -> list[dict]:
     """Compare the ratios of CPU times with their bars."""
     verdicts = []
     for network, bar in BARS.items():
         for replicas, result in results.get(network, {}).items():
-            ratios = _ratios(result["seconds"]["cpu"])
+            ratios = ratios_of(result["seconds"]["cpu"], "xla", "off")
             passed = statistics.median(ratios) <= bar
             name = f"{network}, replicas: {replicas}"
             verdicts.append({"name": name, "bar": bar, "rounds": ratios, "passed": passed})
@@ -117,7 +114,7 @@ def report(results: dict[str, dict[int, dict]], verdicts: list[dict], facts: dic
                 times = seconds[key]
                 cells = [spread([1e3 * s for s in times[k]], ".2f") for k in ("off", "xla")]
                 label = f"{what}, replicas: {replicas}"
-                lines += row(label, *cells, spread(_ratios(times), ".2f"))
+                lines += row(label, *cells, spread(ratios_of(times, "xla", "off"), ".2f"))
             first = seconds["first"]
             cells = [f"{first[k][0]:.2f}" for k in ("off", "xla")]
             ratio = f"{first['xla'][0] / first['off'][0]:.1f}"

@@ -56,6 +56,11 @@ def spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
 
 
+def ratios_of(times: dict[str, list[float]], one: str, other: str) -> list[float]:
+    """Return the ratio of two times in each round."""
+    return [a / b for a, b in zip(times[one], times[other], strict=True)]
+
+
 def row(label: str, *cells: str) -> list[str]:
     """Return a line of a table."""
     return [f"| {label:46} | " + " | ".join(f"{cell:>24}" for cell in cells) + " |"]

@@ -249,7 +249,7 @@ CASES = {
         lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
         ("zero2", "fsdp", "fsdp keep"),
         "next",
-        tolerance=4e-6,
+        tolerance=4e-6 if keras.__version__.startswith("3.10.") else 2e-6,
         deferred=True,
     ),
     "mlp lion": Case(mlp, lambda: keras.optimizers.Lion(0.003), ("zero1", "zero2", "fsdp")),

@@ -32,7 +32,7 @@ def _whole(value: Any) -> bool:
 TEXT = Kind("text", lambda value: isinstance(value, str) and value != "")
 NUMBER = Kind("a number", _number)
 NUMBER_OR_NONE = Kind("a number, or None", lambda value: value is None or _number(value))
-POSITIVE = Kind("a number of at least 0", lambda value: _number(value) and value >= 0)
+NON_NEGATIVE = Kind("a number of at least 0", lambda value: _number(value) and value >= 0)
 SHARE = Kind("a number between 0 and 1", lambda value: _number(value) and 0 < value < 1)
 COUNT = Kind("a whole number of at least 0", lambda value: _whole(value) and value >= 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -77,7 +77,7 @@ CALLBACKS: dict[str, dict[str, Kind]] = {
         "mode": MODE,
         "min_delta": NUMBER,
         "cooldown": COUNT,
-        "min_lr": POSITIVE,
+        "min_lr": NON_NEGATIVE,
     },
     "remote_monitor": {
         "root": TEXT,

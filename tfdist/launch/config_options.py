@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.config_reader import SECTION
+from tfdist.runtime import yaml_files
 from tfdist.runtime.cli_arguments import Parser, config_files, flag_of, nearest_flag
 from tfdist.runtime.command import Defaults
 
 READ_S = 60.0  # for get_config()
-YAML_ENDINGS = (".yaml", ".yml")
 YAML_READER = "tfdist.run.config_files"  # also reads the bases of a file
 NONE = "none"  # value of --config for no file
 SEPARATORS = {"env": "=", "volume": ":"}  # of a name and its value, in options that are repeatable
@@ -90,7 +90,7 @@ def _names_section(path: str) -> bool:
             text = file.read()
     except OSError:
         return False
-    if path.endswith(YAML_ENDINGS):  # the base may have the section
+    if path.endswith(yaml_files.ENDINGS):  # the base may have the section
         return bool(re.search(rf"""^['"]?({SECTION}|base)\b""", text, re.MULTILINE))
     return bool(re.search(rf"""[.]{SECTION}\b|['"]{SECTION}['"]""", text))
 
@@ -105,7 +105,7 @@ def read_section(file: str) -> dict[str, Any]:
         ValueError: If the file is missing or wrong. The message names it.
     """
     path, *text = file.split(":", 1)
-    module = YAML_READER if path.endswith(YAML_ENDINGS) else "tfdist.launch.config_reader"
+    module = YAML_READER if path.endswith(yaml_files.ENDINGS) else "tfdist.launch.config_reader"
     if not os.path.isfile(path):
         raise ValueError(
             f"--config: expected a Python file that defines get_config(), or a YAML file; received "

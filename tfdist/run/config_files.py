@@ -17,12 +17,11 @@ from tfdist import config
 from tfdist.config import packaged, reference, user_functions
 from tfdist.config.checks import hint, typed
 from tfdist.config.sections import LAUNCH
-from tfdist.runtime.yaml_files import parse_settings
+from tfdist.runtime import yaml_files
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-YAML_ENDINGS = (".yaml", ".yml")
 BASE = "base"  # key of a YAML file that names the config that it changes
 # Keys that may name a function of a file, as a text or as words with commas.
 _FUNCTION_KEYS = (
@@ -83,7 +82,7 @@ def load(name: str) -> Settings:
     """
     path, colon, text = name.partition(":")
     file = packaged.find(path)
-    if not file.endswith(YAML_ENDINGS):
+    if not file.endswith(yaml_files.ENDINGS):
         return Settings(_of_python(path, file, [text] if colon else []))
     if colon:
         raise ValueError(
@@ -127,7 +126,7 @@ def _of_yaml(file: str, below: tuple[str, ...]) -> Settings:
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}.") from error
     try:
-        document, lines = parse_settings(text)
+        document, lines = yaml_files.parse_settings(text)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if not isinstance(document, dict):
@@ -163,7 +162,7 @@ def _base(file: str, place: str, document: Mapping[str, Any], below: tuple[str, 
             f"{place}: {BASE}: expected a file beside this one or a packaged config "
             f"({', '.join(packaged.names())}), received {name!r}."
         )
-    if beside.endswith(YAML_ENDINGS) and not colon:
+    if beside.endswith(yaml_files.ENDINGS) and not colon:
         return _of_yaml(beside, (*below, file))
     try:
         return load((beside if os.path.isfile(beside) else path) + colon + text)

@@ -1,4 +1,4 @@
-"""Conversion of SIGTERM and SIGHUP into SystemExit, so that cleanup code runs."""
+"""End of this process: signals become SystemExit, and handlers learn of an exception."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+
+
+def ends_by_exception() -> bool:
+    """Return, in a handler of `atexit`, whether an exception ends this process."""
+    return getattr(sys, "last_value", None) is not None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+ENDINGS = (".yaml", ".yml")  # of the names of files
+
 
 def parse_yaml(text: str) -> Any:
     """Parse a YAML document.

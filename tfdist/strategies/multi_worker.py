@@ -22,6 +22,7 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.parallel.collectives.native.transport import open_transport
 from tfdist.parallel.placement import Placement
 from tfdist.runtime import launch_protocol
+from tfdist.runtime.termination import ends_by_exception
 from tfdist.strategies.base import KerasFeedMixin, attach_engine, by_rows
 from tfdist.sync import BUCKET_BYTES, Policy
 from tfdist.train.synchronous.feed import replica_slices
@@ -178,7 +179,7 @@ def _stay_for_peers() -> None:
     The last collective is done here as soon as this worker has what it needs. Another worker still
     receives from this one, and would fail if this process had ended. After an error nobody waits.
     """
-    if getattr(sys, "last_value", None) is None:
+    if not ends_by_exception():
         with contextlib.suppress(tf.errors.OpError):
             keras_compat.wait_at_barrier("tfdist exit", EXIT_S)
 

@@ -19,6 +19,7 @@ from tfdist.cluster.addresses import Presence, UnresolvedAddress, answers
 from tfdist.cluster.preflight import PeersAbsent
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.launch_protocol import note_met
+from tfdist.runtime.termination import ends_by_exception
 
 log = logging.getLogger("tfdist")
 
@@ -116,7 +117,7 @@ def farewell(cluster: ClusterSpec) -> None:
 
     After an error the servers stay for the next chief.
     """
-    if getattr(sys, "last_value", None) is None:
+    if not ends_by_exception():
         end_servers(cluster)
 
 
