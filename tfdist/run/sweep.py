@@ -22,7 +22,7 @@ from tfdist.runtime.command import INTERRUPTED_CODE
 from tfdist.runtime.formatting import aligned, counted
 from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched
-from tfdist.runtime.termination import ending
+from tfdist.runtime.termination import deferred_signals, ending
 from tfdist.telemetry.layout import CONFIG, SUMMARY
 
 FLAG = "--sweep"
@@ -329,10 +329,11 @@ def _train(run: Planned) -> tuple[int, int]:
     """
     stopped = 0
     with Guardian() as guardian, ending():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tfdist", "train", *run.words], start_new_session=True
-        )
-        guardian.add(process.pid)
+        with deferred_signals():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tfdist", "train", *run.words], start_new_session=True
+            )
+            guardian.add(process.pid)
         try:
             try:
                 process.wait()

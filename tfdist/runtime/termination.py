@@ -1,10 +1,11 @@
-"""End of this process: signals become SystemExit, and handlers learn of an exception."""
+"""End of this process: signals as SystemExit or deferred; handlers learn of an exception."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 
@@ -37,3 +38,40 @@ def ending() -> Iterator[None]:
         for number, handler in before.items():
             # None: the handler was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Call the handlers of SIGINT, SIGTERM and SIGHUP when the block has ended.
+
+    No exception of a handler then comes between the start of a child process and the note of its
+    number. A child that starts in the block does not inherit this, unlike a mask of signals. In a
+    thread there is nothing to do: Python calls handlers in the main thread.
+
+    Example:
+        >>> with ending(), deferred_signals():
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     child = 17
+        Traceback (most recent call last):
+        SystemExit: 143
+        >>> child
+        17
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(handler := signal.getsignal(number))
+    }
+    for number in handlers:
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])

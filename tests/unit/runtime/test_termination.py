@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
 from tests.processes import group
-from tfdist.runtime.termination import ending
+from tfdist.runtime.termination import deferred_signals, ending
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -29,6 +30,14 @@ def test_ignored_hangup_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_child_that_starts_while_signals_are_deferred_can_be_ended():
+    with ending():
+        with deferred_signals():
+            child = subprocess.Popen(["sleep", "60"])
+        child.terminate()
+    assert child.wait(60) == -signal.SIGTERM
 
 
 def test_benchmark_whose_terminal_is_closed_leaves_no_files(tmp_path):

@@ -22,6 +22,7 @@ from typing import Any
 
 from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.launch_protocol import environment
+from tfdist.runtime.termination import deferred_signals
 
 _ANSWER = "tfdist-answer:"  # prefix of an answer, because frameworks write to the same output
 
@@ -80,6 +81,7 @@ class Children(contextlib.AbstractContextManager):
         """
         with contextlib.ExitStack() as stack:
             file = subprocess.PIPE if log is None else stack.enter_context(open(log, "wb"))
+            stack.enter_context(deferred_signals())
             process = subprocess.Popen(
                 [sys.executable, "-m", *words],
                 stdin=stdin,
@@ -90,10 +92,10 @@ class Children(contextlib.AbstractContextManager):
                 start_new_session=True,
                 env=environment(**(environ or {})),
             )
-        self._alive.append(process)
-        self._guardian.add(process.pid)
-        for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
-            self._cleanup.callback(_close, pipe)
+            self._alive.append(process)
+            self._guardian.add(process.pid)
+            for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+                self._cleanup.callback(_close, pipe)
         return process
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.processes import ROOT, environment, is_gone
+from tfdist.runtime.termination import ending
 from tfdist.tools.common.subprocesses import Children, ask
 
 SLEEP = ["timeit", "-n1", "-r1", "import time; time.sleep(120)"]
@@ -42,6 +43,21 @@ def test_children_end_with_the_block():
         assert first.poll() is None
     assert (first.returncode, second.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
     assert second.stdout.closed
+
+
+def test_a_signal_at_the_start_of_a_child_ends_the_child_too(monkeypatch):
+    class Signalled(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    started: list[subprocess.Popen] = []
+    with ending(), Children() as children:
+        monkeypatch.setattr(subprocess, "Popen", Signalled)
+        with pytest.raises(SystemExit):
+            children.start(SLEEP)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize(
