@@ -10,7 +10,14 @@ from setuptools import Extension, find_packages, setup
 )
 PLOT = ["matplotlib>=3.8"]
 DIGITS = ["scikit-learn>=1.4"]
-NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", *PLOT, *DIGITS]
+NOTEBOOKS = [
+    "cloudpickle>=3.0",  # notebook_launcher
+    "ipykernel>=6.29",
+    "nbclient>=0.10",
+    "nbformat>=5.10",
+    *PLOT,
+    *DIGITS,
+]
 DOCS = [
     "mkdocs>=1.6",
     "mkdocs-material>=9.6",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tfdist.strategies.init import init
     from tfdist.strategies.keras_distribution import enable
     from tfdist.strategies.stages import pipeline_devices
+    from tfdist.tools.notebook_launcher import notebook_launcher
     from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
     from tfdist.train.callbacks.image_samples import ImageSamples
     from tfdist.train.callbacks.metrics_log import Log
@@ -48,6 +49,7 @@ _HOMES = {
     "loops": "tfdist.loops",
     "make_strategy": "tfdist.strategies.factory",
     "models": "tfdist.models",
+    "notebook_launcher": "tfdist.tools.notebook_launcher",
     "parallel": "tfdist.parallel",
     "pipeline_devices": "tfdist.strategies.stages",
     "sync": "tfdist.sync",
@@ -73,6 +75,7 @@ __all__ = [
     "loops",
     "make_strategy",
     "models",
+    "notebook_launcher",
     "parallel",
     "pipeline_devices",
     "sync",
