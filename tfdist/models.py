@@ -1,4 +1,4 @@
-"""Model factory: small Keras 3 models by name and options, and users' own models."""
+"""Model factory: Keras 3 models by name and options, and users' own models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from keras import layers
 
 from tfdist.config import nearest, user_functions
 
-__all__ = ["MODELS", "Positions", "build", "cnn", "mlp", "resnet", "transformer"]
+__all__ = [
+    "MODELS",
+    "Positions",
+    "build",
+    "cnn",
+    "mlp",
+    "resnet",
+    "resnet34",
+    "resnet50",
+    "transformer",
+]
 
 PIXEL = 1 / 255
 
@@ -22,7 +32,7 @@ def build(name: str, **options: Any) -> keras.Model:
     The scope is `strategy.scope()`.
 
     Args:
-        name: Model name, "mlp", "cnn", "resnet" or "transformer"; or "FILE.py:FUNCTION" or
+        name: Name of one of `MODELS`, such as "cnn"; or "FILE.py:FUNCTION" or
             "package.module:FUNCTION", a function that returns a `keras.Model`, compiled or not.
         **options: Arguments of the function of that name; `input_shape` and `classes` are required.
 
@@ -164,6 +174,56 @@ def resnet(
     return keras.Model(inputs, _classify(x, classes), name="resnet")
 
 
+def resnet34(
+    input_shape: Sequence[int],
+    classes: int,
+    filters: int = 64,
+    dropout: float = 0.0,
+    scale: float = PIXEL,
+) -> keras.Model:
+    """Build ResNet-34 for images of ImageNet's size, 21.8 million weights for 1000 classes.
+
+    He et al. 2015, arXiv 1512.03385, table 1. The last normalization of each block begins with the
+    factor 0 (Goyal et al. 2017, arXiv 1706.02677, section 5.1).
+
+    Args:
+        input_shape: `(height, width, channels)`.
+        classes: Number of classes.
+        filters: Filters of the first stage, default 64; each later stage has twice as many.
+        dropout: Fraction of features dropped before the last layer, default 0.
+        scale: Factor for the inputs; the default scales pixels from 0 to 255 to 0 to 1.
+
+    Returns:
+        The model, from `[batch, height, width, channels]` to `[batch, classes]`.
+    """
+    return _residual("resnet34", _basic_block, input_shape, classes, filters, dropout, scale)
+
+
+def resnet50(
+    input_shape: Sequence[int],
+    classes: int,
+    filters: int = 64,
+    dropout: float = 0.0,
+    scale: float = PIXEL,
+) -> keras.Model:
+    """Build ResNet-50 for images of ImageNet's size, 25.6 million weights for 1000 classes.
+
+    As `resnet34`, with blocks of three convolutions, of which the middle one has the strides, as in
+    torchvision. The last convolution of a block has four times the filters of the others.
+
+    Args:
+        input_shape: `(height, width, channels)`.
+        classes: Number of classes.
+        filters: Filters of the first stage, default 64; each later stage has twice as many.
+        dropout: Fraction of features dropped before the last layer, default 0.
+        scale: Factor for the inputs; the default scales pixels from 0 to 255 to 0 to 1.
+
+    Returns:
+        The model, from `[batch, height, width, channels]` to `[batch, classes]`.
+    """
+    return _residual("resnet50", _bottleneck_block, input_shape, classes, filters, dropout, scale)
+
+
 def transformer(
     input_shape: Sequence[int],
     classes: int,
@@ -239,6 +299,8 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp,
     "cnn": cnn,
     "resnet": resnet,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
     "transformer": transformer,
 }
 """Functions that build the models, by the names that `build` takes."""
@@ -268,9 +330,47 @@ def _classify(x: Any, classes: int) -> Any:
     return layers.Dense(classes, activation="softmax", dtype="float32", name="probabilities")(x)
 
 
-def _conv(x: Any, filters: int, strides: int = 1) -> Any:
+def _residual(
+    name: str,
+    add_block: Callable[..., Any],
+    input_shape: Sequence[int],
+    classes: int,
+    filters: int,
+    dropout: float,
+    scale: float,
+) -> keras.Model:
+    inputs = keras.Input(input_shape)
+    x = _norm(_conv(layers.Rescaling(scale)(inputs), filters, strides=2, size=7))
+    x = layers.MaxPooling2D(3, 2, padding="same")(x)
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for block in range(blocks):
+            x = add_block(x, filters * 2**stage, strides=2 if stage > 0 and block == 0 else 1)
+    x = layers.Dropout(dropout)(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, _classify(x, classes), name=name)
+
+
+def _basic_block(x: Any, filters: int, strides: int) -> Any:
+    y = _norm(_conv(x, filters, strides))
+    return _join(x, _conv(y, filters), strides)
+
+
+def _bottleneck_block(x: Any, filters: int, strides: int) -> Any:
+    y = _norm(_conv(x, filters, size=1))
+    y = _norm(_conv(y, filters, strides))
+    return _join(x, _conv(y, 4 * filters, size=1), strides)
+
+
+def _join(x: Any, y: Any, strides: int) -> Any:
+    """Normalize a block's last convolution and add its input, in the shape of the sum."""
+    y = layers.BatchNormalization(momentum=0.9, gamma_initializer="zeros")(y)
+    if x.shape[-1] != y.shape[-1] or strides > 1:
+        x = layers.BatchNormalization(momentum=0.9)(_conv(x, y.shape[-1], strides, size=1))
+    return layers.Activation("relu")(layers.Add()([x, y]))
+
+
+def _conv(x: Any, filters: int, strides: int = 1, size: int = 3) -> Any:
     return layers.Conv2D(
-        filters, 3, strides, padding="same", use_bias=False, kernel_initializer="he_normal"
+        filters, size, strides, padding="same", use_bias=False, kernel_initializer="he_normal"
     )(x)
 
 

@@ -1,18 +1,24 @@
 """Test that reference models have their shapes, survive saving, and refuse unknown options."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
 
 from tfdist import models
+from tfdist.parallel import deferred
 
 IMAGE = {"input_shape": (8, 8, 1), "classes": 10}
+# Of each model, the smallest that has all of its parts.
+SMALL = {name: IMAGE for name in models.MODELS if name != "resnet34"}
+SMALL["resnet50"] = {**IMAGE, "filters": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, IMAGE) for name in models.MODELS),
+        *SMALL.items(),
         ("cnn", {"input_shape": (5, 7, 3), "classes": 2, "filters": (4, 4, 4), "dropout": 0.5}),
         ("transformer", {"input_shape": (12,), "classes": 3, "vocabulary": 100, "depth": 1}),
     ],
@@ -28,15 +34,26 @@ def test_a_model_gives_probabilities_and_survives_saving(name, options, tmp_path
     np.testing.assert_allclose(loaded.predict(inputs, verbose=0), outputs, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_probabilities_are_float32_under_mixed_precision(name):
+@pytest.mark.parametrize(("name", "options"), SMALL.items())
+def test_probabilities_are_float32_under_mixed_precision(name, options):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        model = models.build(name, **IMAGE)
+        model = models.build(name, **options)
     finally:
         keras.config.set_dtype_policy("float32")
     assert model.output.dtype == "float32"
     assert model.weights[0].dtype == "float32"
+
+
+# torchvision's models have as many, https://pytorch.org/vision/stable/models.html
+@pytest.mark.parametrize(("name", "count"), [("resnet34", 21_797_672), ("resnet50", 25_557_032)])
+def test_residual_networks_have_the_weights_of_their_paper(name, count):
+    with deferred():
+        model = models.build(name, input_shape=(224, 224, 3), classes=1000)
+    assert sum(math.prod(v.shape) for v in model.trainable_variables) == count
+    # Each convolution's input, from the stem to the pooling: 224 / 2 / 2, and halved three times.
+    sizes = {layer.output.shape[1] for layer in model.layers if len(layer.output.shape) == 4}
+    assert sizes == {224, 112, 56, 28, 14, 7}
 
 
 @pytest.mark.parametrize(
