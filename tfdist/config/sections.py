@@ -40,7 +40,26 @@ KEYS_OF_OPTIONS = {
 }
 LAUNCH = "launch"  # section of `tfdist launch` and `tfdist submit`, which a run does not read
 BACKENDS = ("tensorboard", "jsonl", "console", "wandb", "mlflow")
-MODELS = ("mlp", "cnn", "resnet", "transformer")
+# Attributes of `tfdist.data.transforms.Images`, without the size.
+IMAGE_OPTIONS = (
+    "crop",
+    "area",
+    "aspect",
+    "fraction",
+    "flip",
+    "brightness",
+    "contrast",
+    "saturation",
+    "hue",
+    "mean",
+    "std",
+    "dtype",
+    "channels",
+    "method",
+    "antialias",
+    "shrink",
+)
+MODELS = ("mlp", "cnn", "resnet", "resnet34", "resnet50", "transformer")
 STRATEGIES = (
     "auto",
     "one_device",
@@ -97,9 +116,15 @@ class Data:
         shuffle: Whether to shuffle the training split again every epoch.
         tail: Treatment in training of the last examples if they do not fill a batch: "partial",
             "pad" or "drop".
+        classes: Classes to use, by numbers, ranges and names with commas, "0:100,217"; their labels
+            are numbered anew, from 0. A range ends before its second number. None: all.
         image_size: Height and width to resize images to, in pixels; None: all images already have
             one size.
+        image_options: Options of `tfdist.data.transforms.images` for training and evaluation, such
+            as {"fraction": 1.0}; needs image_size.
         augment: Whether to train on random crops and flips of the images; needs image_size.
+        augment_options: Options of `tfdist.data.transforms.images` for training alone, such as
+            {"brightness": 0.4}; needs augment.
         ignore_errors: Number of unreadable examples that training may skip, in each process.
         cache: Whether to keep the examples in memory.
         threads: Number of threads that read and transform; None: TensorFlow's default.
@@ -115,8 +140,11 @@ class Data:
     global_batch: int = at_least(1, 64)
     shuffle: bool = True
     tail: str = one_of(("partial", "pad", "drop"), "partial")
-    image_size: int | None = None
+    classes: str | None = None
+    image_size: int | None = at_least(1, None)
+    image_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     augment: bool = False
+    augment_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignore_errors: int = at_least(0, 0)
     cache: bool = False
     threads: int | None = None
@@ -124,6 +152,20 @@ class Data:
 
     def __post_init__(self) -> None:
         check(self, "data")
+        for key, needed in (
+            ("augment", "image_size"),
+            ("image_options", "image_size"),
+            ("augment_options", "augment"),
+        ):
+            value = getattr(self, key)
+            if value and not getattr(self, needed):
+                raise ValueError(
+                    f"data.{key}: expected data.{needed} too, received {value!r} without it."
+                )
+        for key in ("image_options", "augment_options"):
+            for name in getattr(self, key):
+                if name not in IMAGE_OPTIONS:
+                    raise ValueError(not_one_of(f"data.{key}", name, IMAGE_OPTIONS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +197,9 @@ class Train:
             which returns a `keras.optimizers.Optimizer`.
         optimizer_options: Options of the optimizer, such as {"momentum": 0.9}.
         learning_rate: Learning rate; with a schedule, that of its beginning, after the warm-up.
+        base_global_batch: Number of examples of an update that learning_rate is meant for. It is
+            multiplied by the number that an update really has, over this one (Goyal et al. 2017,
+            arXiv 1706.02677). None: it stays as it is.
         schedule: Schedule of the learning rate. "cosine" and "polynomial" decay it until the last
             step, "steps" multiplies it after some epochs; or FILE.py:FUNCTION, called with
             learning_rate, the number of updates after the warm-up, and the options, which returns a
@@ -193,6 +238,7 @@ class Train:
     optimizer: str = named(OPTIMIZERS, "adam", loose=True)
     optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     learning_rate: float = above(0, 1e-3)
+    base_global_batch: int | None = at_least(1, None)
     schedule: str = named(tuple(SCHEDULES), "constant")
     schedule_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     warmup_epochs: float = at_least(0, 0.0)
@@ -383,10 +429,12 @@ class Output:
         dir: Directory of this run; None: `runs/NAME`, or `runs/NAME-2` and so on after runs that
             are finished.
         save_model: Whether to save the trained model.
+        export: Whether to export the trained model as a SavedModel, for serving.
     """
 
     dir: str | None = None
     save_model: bool = True
+    export: bool = False
 
     def __post_init__(self) -> None:
         check(self, "output")

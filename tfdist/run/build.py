@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from tfdist import config, sync
@@ -105,7 +106,7 @@ def make_model(
                 "tfdist.parallel.zero(optimizer) where you compile it."
             )
         if not model.compiled:
-            optimizer = compilation.optimizer(settings.train, train, settings.sync.accumulate)
+            optimizer = compilation.optimizer(_scaled(settings), train, settings.sync.accumulate)
             if settings.parallel.zero == 3:
                 parallel.fsdp(model)
             elif settings.parallel.zero:
@@ -117,3 +118,13 @@ def make_model(
                 steps_per_execution=settings.train.steps_per_execution,
             )
     return model
+
+
+def _scaled(settings: config.Run) -> config.Train:
+    """Return the section `train` with the learning rate for the examples of an update."""
+    section = settings.train
+    if section.base_global_batch is None:
+        return section
+    examples = settings.data.global_batch * settings.sync.accumulate
+    rate = section.learning_rate * examples / section.base_global_batch
+    return dataclasses.replace(section, learning_rate=rate)

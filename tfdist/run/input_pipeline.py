@@ -32,6 +32,7 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
 
     from tfdist import data
     from tfdist.data.sources.catalog import resolve
+    from tfdist.data.sources.subset import of_classes
 
     section = settings.data
     train = split == "train"
@@ -54,13 +55,10 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
             section.data_dir,
             section.catalog,
         )
+    if section.classes is not None:
+        source = of_classes(source, section.classes)
     if section.image_size is not None:
         options["transform"] = _resize_transform(source, section, section.augment and train)
-    elif section.augment:
-        raise ValueError(
-            "data.augment: expected data.image_size too, the size of the crops in pixels; "
-            "received none."
-        )
     return data.pipeline(
         source,
         section.global_batch,
@@ -161,5 +159,10 @@ def _resize_transform(source: Source, section: config.Data, augment: bool) -> An
             f"data.image_size: expected a data set of images, received {source.name} of "
             f"{source.element_spec}. Remove it."
         )
-    channels = {"channels": shape[-1]} if shape.rank == 3 and shape[-1] else {}
-    return images(section.image_size, augment=augment, **channels)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"channels": shape[-1]} if shape.rank == 3 and shape[-1] else {}
+    options |= {**section.image_options, **(section.augment_options if augment else {})}
+    try:
+        return images(section.image_size, augment=augment, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        keys = "data.image_options and data.augment_options" if augment else "data.image_options"
+        raise ValueError(f"{keys}: {error}") from error

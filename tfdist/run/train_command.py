@@ -184,9 +184,9 @@ def run(settings: config.Run) -> dict[str, Any]:
         results of `model.evaluate`, by name), `epochs`, `examples_per_second` (None if nothing was
         left to train), `seconds`, `replicas`, `bytes_per_step` (sent by each replica; None if it is
         unknown), `strategy`, and the paths `backup` and, if they are kept, `logs` (for
-        TensorBoard), `history` and `model`. Under parameter servers, `replicas` is that of one
-        worker, and `workers` and `parameter_servers` are added. Each metric is also a key of its
-        own, unless its name is one of the others here, such as `seconds`.
+        TensorBoard), `history`, `model` and `export`. Under parameter servers, `replicas` is that
+        of one worker, and `workers` and `parameter_servers` are added. Each metric is also a key of
+        its own, unless its name is one of the others here, such as `seconds`.
 
     Raises:
         ValueError: If settings are not compatible with each other, the data or this machine.
@@ -217,11 +217,16 @@ def run(settings: config.Run) -> dict[str, Any]:
         "history": directory / HISTORY,
         "backup": directory / "backup",
         "model": directory / "model.keras",
+        "export": directory / "saved_model",
     }
-    if not settings.output.save_model:
-        del paths["model"]
-    for name, backend in (("logs", "tensorboard"), ("history", "jsonl")):
-        if backend not in settings.telemetry.backend_names():
+    backends = settings.telemetry.backend_names()
+    for name, kept in (
+        ("logs", "tensorboard" in backends),
+        ("history", "jsonl" in backends),
+        ("model", settings.output.save_model),
+        ("export", settings.output.export),
+    ):
+        if not kept:
             del paths[name]
     if chief:
         directory.mkdir(parents=True, exist_ok=True)
@@ -253,6 +258,8 @@ def run(settings: config.Run) -> dict[str, Any]:
     metrics = named_scalars(model.evaluate(test, verbose=0, return_dict=True))
     if "model" in paths:
         model.save(paths["model"])
+    if "export" in paths:
+        model.export(paths["export"], verbose=False)
 
     summary = {
         **metrics,
@@ -362,6 +369,7 @@ def describe(summary: dict[str, Any]) -> str:
             else []
         ),
         f"  model    {summary.get('model', 'not saved')}",
+        *([f"  export   {summary['export']}"] if "export" in summary else []),
         f"  history  {summary.get('history', 'not kept')}",
         f"  backup   {backup}",
         (

@@ -1,10 +1,13 @@
 """Test that a convolution trains on images of their own sizes, from every kind of data set."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist import config, data
+from tfdist.config.sections import IMAGE_OPTIONS
 from tfdist.data.sources.catalog import Catalog
 from tfdist.run import build, input_pipeline
 
@@ -77,3 +80,62 @@ def test_written_images_train_with_brightness_and_hue(catalog, mirrored, one_dev
     transform = data.transforms.images(8, augment=True, brightness=0.2, hue=0.1)
     losses = trained(catalog, "written", mirrored, transform)
     assert losses == pytest.approx(trained(catalog, "images", one_device, transform), rel=1e-5)
+
+
+def one_batch(catalog, split="train", **section):
+    """Return the first batch of the folder's pictures, with these settings."""
+    run = config.Run.from_dict(
+        {"data": {"name": "images", "catalog": str(catalog), "eval_split": "train", **section}}
+    )
+    return next(iter(input_pipeline.pipeline(run, split)))
+
+
+def test_options_of_images_serve_training_and_evaluation_or_training_alone(catalog):
+    both = {"image_size": 4, "image_options": {"mean": 255.0}, "global_batch": 2}
+    alone = {"augment": True, "augment_options": {"crop": "none", "flip": False, "hue": 0.5}}
+    train, _ = one_batch(catalog, **both)
+    coloured, _ = one_batch(catalog, **both, **alone)
+    evaluated, _ = one_batch(catalog, "eval", **both, **alone)
+    assert train.shape == (2, 4, 4, 3)
+    assert tf.reduce_max(train) < 0
+    assert tf.reduce_max(tf.abs(coloured - train)) > 10
+    whole, _ = one_batch(catalog, "eval", **{**both, "image_options": {"crop": "none"}})
+    plain, _ = one_batch(catalog, "eval", **{**both, "image_options": {}})
+    np.testing.assert_allclose(evaluated, plain - 255, atol=1e-3)
+    assert tf.reduce_max(tf.abs(whole - plain)) > 1
+
+
+def test_classes_are_chosen_for_both_splits(catalog):
+    for split in ("train", "eval"):
+        _, labels = one_batch(catalog, split, classes="light", image_size=4, global_batch=4)
+        assert labels.numpy().tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"augment": True}, "data.augment: expected data.image_size too, received True"),
+        (
+            {"image_size": 4, "augment_options": {"hue": 0.1}},
+            "data.augment_options: expected data.augment too",
+        ),
+        (
+            {"image_size": 4, "image_options": {"brightnes": 1}},
+            "data.image_options: received 'brightnes'. Did you mean brightness",
+        ),
+        (
+            {"image_size": 4, "image_options": {"hue": 3}},
+            "data.image_options: hue: expected a number from 0 to 0.5; received 3",
+        ),
+        ({"image_size": 4, "image_options": {"hue": "a"}}, "data.image_options: "),
+        ({"image_size": 0}, "data.image_size: expected at least 1, received 0"),
+    ],
+)
+def test_wrong_options_of_images_are_named(catalog, section, message):
+    with pytest.raises(ValueError, match=message):
+        one_batch(catalog, **section)
+
+
+def test_options_of_images_are_those_of_the_transform():
+    fields = [field.name for field in dataclasses.fields(data.transforms.Images)]
+    assert [*IMAGE_OPTIONS] == fields[1:]

@@ -26,7 +26,7 @@ def settings(tmp_path, digits_dir):
             "data": {"data_dir": str(digits_dir), "train_split": "train[:20%]", "global_batch": 50},
             "model": {"name": "mlp", "options": {"widths": (16,)}},
             "train": {"epochs": 2, "schedule": "cosine"},
-            "output": {"dir": str(tmp_path / "run")},
+            "output": {"dir": str(tmp_path / "run"), "export": True},
         }
     )
 
@@ -46,7 +46,9 @@ def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys)
     assert history[0]["learning_rate"] > history[1]["learning_rate"] == 0  # the schedule's end
     assert began < history[0]["time"] < history[1]["time"] < time.time()
     assert (directory / "model.keras").is_file()
-    assert files_of_run(directory) == RUN_FILES
+    assert files_of_run(directory) == sorted([*RUN_FILES, "saved_model"])
+    exported = tf.saved_model.load(summary["export"])
+    assert exported.serve(tf.zeros([2, 8, 8, 1])).shape == (2, 10)
     assert all(any((directory / part).glob("events*")) for part in ("train", "validation"))
     (session,) = (
         sessions.Session(**line) for line in read_json_lines(directory / "sessions.jsonl")
@@ -132,14 +134,20 @@ def test_sync_section_selects_the_policy(section, policy):
 
 
 @pytest.mark.parametrize(
-    ("sync", "updates"), [({}, 24), ({"accumulate": 3}, 8)], ids=["each step", "every third"]
+    ("sync", "updates", "rate"),
+    [({}, 24, 0.2), ({"accumulate": 3}, 8, 0.6)],
+    ids=["each step", "every third"],
 )
-def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, updates):
+def test_a_schedule_ends_with_the_last_update_and_fits_its_examples(
+    settings, one_device, sync, updates, rate
+):
     from tfdist.run import build
 
+    train_settings = {"learning_rate": 0.1, "base_global_batch": 25}  # and 50 of each step
     given = config.Run.from_dict(
         {
             **dataclasses.asdict(settings),
+            "train": {**dataclasses.asdict(settings.train), **train_settings},
             "model": {"name": "mlp", "options": {"widths": (4,), "classes": 10}},
             "sync": sync,
         }
@@ -148,4 +156,6 @@ def test_a_schedule_ends_with_the_last_update(settings, one_device, sync, update
         (np.zeros([48, 8, 8, 1], np.float32), np.arange(48) % 10)
     ).batch(4)
     optimizer = build.make_model(given, one_device, train).optimizer
-    assert optimizer.get_config()["learning_rate"]["config"]["decay_steps"] == updates
+    schedule = optimizer.get_config()["learning_rate"]["config"]
+    assert schedule["decay_steps"] == updates
+    assert schedule["initial_learning_rate"] == pytest.approx(rate)
