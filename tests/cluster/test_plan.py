@@ -97,6 +97,33 @@ def test_predictions_are_near_measured_memory_and_traffic(runs, way):
         assert measured[way]["sent"] == pytest.approx(predicted["sent"], rel=0.1)
 
 
+def test_training_at_the_largest_batch_fills_the_memory(tmp_path, digits_dir):
+    memory = 40_000_000
+    cnn = [
+        f"--config={ROOT / 'configs' / 'digits.py'}",
+        f"--config.data.data_dir={digits_dir}",
+        "--config.model.options.filters=(64,64)",
+        "--config.data.tail=drop",
+    ]
+    with group(tmp_path) as members:
+        find = ["plan", *cnn, "--memory", "40MB", "--find-batch", "--json"]
+        members.start("find", [PYTHON, "-m", "tfdist", *find])
+        members.succeed(TIMEOUT_S)
+        found = json.loads(members.log("find"))
+        batches = {way["name"]: way["global_batch"] for way in found["ways"]}
+        assert found["chosen"] == "FSDP (ZeRO-3)"
+        for way in ("one device", "FSDP (ZeRO-3)"):
+            _, devices, more = WAYS[way]
+            settings = [f"strategy.devices={devices}", f"data.global_batch={batches[way]}"]
+            flags = [*cnn, *(f"--config.{each}" for each in settings), *more]
+            script = str(ROOT / "tests" / "cluster" / "scripts" / "resident.py")
+            members.start(way, [PYTHON, script, "0", *flags])
+        members.succeed(TIMEOUT_S)
+        for way in ("one device", "FSDP (ZeRO-3)"):
+            (peak,) = re.findall(r"^peak (\d+)$", members.log(way), re.MULTILINE)
+            assert 0.95 * int(peak) < memory < 1.4 * int(peak), way
+
+
 def test_the_plan_takes_the_first_that_fits(runs):
     plan, _ = runs
     assert (plan["chosen"], plan["devices"], plan["memory"]) == ("data parallel", 2, 1_000_000_000)

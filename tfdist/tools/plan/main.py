@@ -13,7 +13,16 @@ from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import aligned, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.tools.common import subprocesses
-from tfdist.tools.plan.options import Needs, Option, Stage, all_options, choose
+from tfdist.tools.plan.options import (
+    PIPELINE,
+    Needs,
+    Option,
+    Stage,
+    all_options,
+    choose,
+    largest_batches,
+    rate_for,
+)
 
 _DESCRIPTION = """\
 Predicts the memory of each device and the bytes that it sends, for each option to distribute a run
@@ -21,6 +30,7 @@ over devices, and recommends one of them. The prediction is based on gradients o
 batches, which it computes on the CPU of this host.
 
   tfdist plan --config=configs/digits.py --devices 4 --memory 16GB
+  tfdist plan --config=configs/digits.py --devices 4 --memory 16GB --find-batch
 """
 
 
@@ -46,6 +56,8 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
         print(f"error: {answer.get('error') or problem}", file=sys.stderr)
         return CONFIGURATION_CODE
     needs = Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
+    if flags.find_batch:
+        return _find_batch(flags, words, needs)
     options = all_options(needs, flags.devices, flags.microbatches)
     chosen, why = choose(options, flags.memory)
     if flags.json:
@@ -61,6 +73,50 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
     else:
         print("\n".join(table(needs, options, flags.memory, chosen, why)))
     return int(chosen is None)
+
+
+def _find_batch(flags: argparse.Namespace, words: list[str], needs: Needs) -> int:
+    """Print the largest global batch of each option."""
+    found = largest_batches(needs, flags.devices, flags.memory, flags.microbatches)
+    rates = [rate_for(needs, batch) for _, batch in found]
+    # The first of the largest that use all devices: later options cost more. No config chooses a
+    # pipeline.
+    index = max(
+        (i for i, (each, _) in enumerate(found) if each.name != PIPELINE),
+        key=lambda i: (found[i][1], found[i][0].devices, -i),
+    )
+    option, batch = found[index]
+    settings = [*option.how.split(), f"data.global_batch={batch}"]
+    if rates[index] is not None:
+        settings.append(f"train.learning_rate={rates[index]:.3g}")
+    if flags.json:
+        ways = [
+            {**dataclasses.asdict(each), "global_batch": size, "learning_rate": rate}
+            for (each, size), rate in zip(found, rates, strict=True)
+        ]
+        facts = {"devices": flags.devices, "memory": flags.memory, "ways": ways}
+        print(json.dumps({**facts, "chosen": option.name if batch else None}, indent=1))
+        return int(not batch)
+    rows = [("option", "devices", "global batch", "peak", "learning rate", "how")]
+    for (each, size), rate in zip(found, rates, strict=True):
+        rows.append(
+            (
+                each.name,
+                str(each.devices),
+                str(size or "none fits"),
+                format_bytes(each.peak),
+                "-" if not size else "as it is" if rate is None else f"{rate:.3g}",
+                each.how,
+            )
+        )
+    print(f"The largest global batch that fits {format_bytes(flags.memory)} on each device:")
+    print("\n".join(["", *aligned(rows, left=(0, 5)), ""]))
+    if not batch:
+        print("Nothing that a config can choose fits, not even one example on each device.")
+        return 1
+    bound = f", all {needs.examples} examples" if batch == needs.examples else ""
+    print(f"Take {option.name}{bound}: {' '.join(f'--config.{each}' for each in settings)}")
+    return 0
 
 
 def table(
@@ -133,6 +189,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="memory of each device, such as 16GB; the table then marks the options that fit",
     )
     parser.add_argument(
+        "--find-batch",
+        action="store_true",
+        help="find the largest global batch of each option in that memory, and its learning rate",
+    )
+    parser.add_argument(
         "--microbatches",
         type=whole(1),
         default=8,
@@ -151,6 +212,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check(flags: argparse.Namespace, words: list[str]) -> None:
+    require_config(words)
+    if flags.find_batch and flags.memory is None:
+        raise ValueError("--find-batch: expected --memory AMOUNT too, such as 16GB; received none")
+
+
 main = Command(
     name="tfdist plan",
     usage="tfdist plan --config=FILE [--config.SECTION.KEY=VALUE ...] [FLAGS]",
@@ -163,6 +230,6 @@ main = Command(
     },
     run=_plan,
     add_flags=_add_flags,
-    check=lambda flags, words: require_config(words),
+    check=_check,
     takes_config=True,
 )

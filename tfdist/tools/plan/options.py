@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from tfdist.parallel.pipeline_parallel import schedule
 from tfdist.runtime.formatting import format_bytes
 
+PIPELINE = "pipeline parallel"  # name of the option
+LARGEST_BATCH = 1 << 20  # where neither memory nor examples bound the batch
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -45,7 +48,11 @@ class Needs:
         fixed: Bytes of a step that do not depend on the number of rows, apart from gradients.
         per_row: Bytes of a step for each example: activations.
         rows: Number of examples in the global batch.
-        last: Number of examples in the last batch of an epoch.
+        examples: Number of examples of an epoch; None if it is unknown.
+        partial: Whether the last batch of an epoch may be a partial one.
+        learning_rate: Learning rate for `rows` examples; None if it follows the global batch by
+            itself.
+        adaptive: Whether the optimizer is adaptive, such as Adam.
         stages: Stages of the model for the devices; empty if it cannot be cut.
         not_sharded: Reason why ZeRO and FSDP cannot shard the optimizer; "" if they can.
         not_cut: Reason why the model cannot be cut into stages; "" if it can.
@@ -59,7 +66,10 @@ class Needs:
     fixed: int
     per_row: float
     rows: int
-    last: int
+    examples: int | None = None
+    partial: bool = True
+    learning_rate: float | None = None
+    adaptive: bool = True
     stages: Sequence[Stage] = ()
     not_sharded: str = ""
     not_cut: str = ""
@@ -68,6 +78,11 @@ class Needs:
     def trainable(self) -> int:
         """Return the bytes of all trainable variables."""
         return sum(self.weights)
+
+    @property
+    def last(self) -> int:
+        """Return the number of examples in the last batch of an epoch."""
+        return (self.examples or 0) % self.rows or self.rows if self.partial else self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +137,63 @@ def all_options(needs: Needs, devices: int, microbatches: int = 8) -> list[Optio
             _pipeline(needs, devices, microbatches),
         ]
     return options
+
+
+def largest_batches(
+    needs: Needs, devices: int, memory: int, microbatches: int = 8
+) -> list[tuple[Option, int]]:
+    """Return each option that is possible, with the largest global batch that fits the memory.
+
+    All devices get equally many examples, and all micro-batches of a pipeline.
+
+    Args:
+        needs: Needs of a training step on one device.
+        devices: Number of devices.
+        memory: Memory of a device in bytes.
+        microbatches: Number of micro-batches of pipeline parallelism, default 8.
+
+    Returns:
+        The options at these batches, and the batches; 0 if the smallest one does not fit, in which
+        case the option is that of the smallest one.
+    """
+
+    def at(rows: int) -> list[Option]:
+        return all_options(
+            dataclasses.replace(needs, rows=rows, partial=False), devices, microbatches
+        )
+
+    largest = []
+    for index, option in enumerate(all_options(needs, devices, microbatches)):
+        unit = microbatches if option.name == PIPELINE else option.devices
+        smallest = at(unit)[index]
+        if smallest.refused:
+            continue
+        fits = 0
+        too_large = (needs.examples or LARGEST_BATCH) // unit + 1
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            if at(middle * unit)[index].peak <= memory:
+                fits = middle
+            else:
+                too_large = middle
+        largest.append((at(fits * unit)[index] if fits else smallest, fits * unit))
+    return largest
+
+
+def rate_for(needs: Needs, batch: int) -> float | None:
+    """Return the learning rate for a global batch; None if it follows the batch by itself.
+
+    For SGD it grows with the batch (Goyal et al. 2017, arXiv 1706.02677), for adaptive optimizers
+    with its square root (Malladi et al. 2022, arXiv 2205.10287).
+
+    Args:
+        needs: Needs of a training step, with its learning rate.
+        batch: Number of examples of the global batch.
+    """
+    if needs.learning_rate is None:
+        return None
+    share = batch / needs.rows
+    return needs.learning_rate * (math.sqrt(share) if needs.adaptive else share)
 
 
 def choose(options: Sequence[Option], memory: int | None) -> tuple[Option | None, str]:
@@ -257,7 +329,7 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Option:
             f'{needs.last} examples; take data.tail="drop"'
         )
     if refused:
-        return Option("pipeline parallel", how, devices, 0, 0, None, "", refused)
+        return Option(PIPELINE, how, devices, 0, 0, None, "", refused)
     resident = [
         stage.weights
         + stage.frozen
@@ -284,7 +356,7 @@ def _pipeline(needs: Needs, devices: int, microbatches: int) -> Option:
     passed = [stage.passed for stage in needs.stages if stage.passed is not None]
     sent = max(passed) * needs.rows if len(passed) == devices else None
     return Option(
-        "pipeline parallel",
+        PIPELINE,
         how,
         devices,
         max(resident),

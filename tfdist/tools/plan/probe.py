@@ -54,6 +54,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     Raises:
         ValueError: If the settings do not fit each other, the data or this machine.
     """
+    import keras
     import tensorflow as tf
 
     from tfdist import config
@@ -71,6 +72,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     rows = int(count_rows(batch))
     model = build.make_model(settings, tf.distribute.get_strategy(), train)
     optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     with deferred():
         optimizer.build(model.trainable_variables)
     less = min(max(1, rows // microbatches), _ROWS)
@@ -89,13 +91,12 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
         fixed=max(0, math.ceil(low - per_row * less)),
         per_row=per_row,
         rows=rows,
-        last=(input_pipeline.examples(train) or 0) % rows or rows
-        if settings.data.tail == "partial"
-        else rows,
+        examples=input_pipeline.examples(train),
+        partial=settings.data.tail == "partial",
+        learning_rate=None if settings.train.base_global_batch else settings.train.learning_rate,
+        adaptive=not isinstance(inner, keras.optimizers.SGD),
         stages=stages,
-        not_sharded=_refusal(
-            global_norm.check_elementwise, getattr(optimizer, "inner_optimizer", optimizer)
-        ),
+        not_sharded=_refusal(global_norm.check_elementwise, inner),
         not_cut=not_cut,
     )
 

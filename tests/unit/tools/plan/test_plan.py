@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from tfdist.tools.plan.main import main, table
-from tfdist.tools.plan.options import Needs, Stage, all_options, choose
+from tfdist.tools.plan.options import Needs, Stage, all_options, choose, largest_batches, rate_for
 
 MEGA = 1_000_000
 # Four equal layers with Adam: 40 MB of weights, 80 MB of slots; 1 MB of activations an example.
@@ -21,7 +21,7 @@ NEEDS = Needs(
     fixed=0,
     per_row=MEGA,
     rows=32,
-    last=32,
+    learning_rate=0.1,
 )
 
 
@@ -103,7 +103,7 @@ def test_pipeline_whose_traffic_depends_on_the_data():
             "8 micro-batches do not divide the batch of 30 examples",
         ),
         (
-            dataclasses.replace(cut((2, 0.5), (2, 0.5)), last=12),
+            dataclasses.replace(cut((2, 0.5), (2, 0.5)), examples=44),
             "pipeline parallel",
             "an epoch's last batch of 12 examples; take data.tail",
         ),
@@ -146,6 +146,44 @@ def test_the_first_option_that_fits_is_taken(memory, name, why):
     assert why in reason
 
 
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("one device", 500 - 120 - 40 - 20),
+        ("data parallel", 4 * (500 - 120 - 80 - 20)),
+        ("ZeRO-2", 4 * (500 - 70 - 40 - 10 - 5)),
+        ("FSDP (ZeRO-3)", 4 * (500 - 30 - 10 - 30 - 5)),
+    ],
+)
+def test_largest_batch_fills_the_memory(name, batch):
+    found = {option.name: rows for option, rows in largest_batches(FOUR, 4, 500 * MEGA)}
+    assert found[name] == batch
+
+
+def test_a_larger_batch_than_the_largest_does_not_fit():
+    memory = 301 * MEGA
+    for option, rows in largest_batches(FOUR, 4, memory, microbatches=8):
+        more = rows + (8 if option.name == "pipeline parallel" else option.devices)
+        larger = dataclasses.replace(FOUR, rows=more, partial=False)
+        assert option.peak <= memory < options_by_name(4, larger)[option.name].peak
+
+
+def test_largest_batch_is_bounded_by_the_examples_and_may_not_exist():
+    few = dataclasses.replace(FOUR, examples=102, not_sharded="no", not_cut="no")
+    found = {option.name: rows for option, rows in largest_batches(few, 4, 500 * MEGA)}
+    assert found == {"one device": 102, "data parallel": 100, "data parallel, bfloat16": 100}
+    assert [rows for _, rows in largest_batches(few, 4, 190 * MEGA)] == [10, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [({"adaptive": False}, 0.4), ({"adaptive": True}, 0.2), ({"learning_rate": None}, None)],
+)
+def test_learning_rate_follows_the_batch(changes, rate):
+    found = rate_for(dataclasses.replace(NEEDS, **changes), 4 * 32)
+    assert found == (None if rate is None else pytest.approx(rate))
+
+
 def test_nothing_fits():
     chosen, reason = choose(all_options(NEEDS, 1), MEGA)
     assert chosen is None
@@ -178,6 +216,7 @@ def test_table_marks_fitting_options_and_their_flags():
         (["--config=a.py", "--devices", "0"], "received '0'"),
         (["--config=a.py", "--device", "4"], "Did you mean --devices?"),
         (["--config=a.py", "--microbatches", "half"], "received 'half'"),
+        (["--config=a.py", "--find-batch"], "--find-batch: expected --memory AMOUNT too"),
     ],
 )
 def test_wrong_arguments_are_named(words, message):
