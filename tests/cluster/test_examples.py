@@ -124,3 +124,35 @@ def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, enviro
     assert not losses(members.log("worker-1"))
     assert losses(members.log("chief-0"))
     assert files_of_run(tmp_path / "run") == RUN_FILES
+
+
+@pytest.mark.parametrize("layout", [[], ["--folders"]], ids=["kaggle", "folders"])
+def test_imagenet_recipes_train_and_export(members, environ, tmp_path, layout):
+    tree = str(tmp_path / "imagenet")
+    write = [str(ROOT / "examples" / "synthetic_imagenet.py"), tree, "--train=2", "--validation=1"]
+    members.start("images", [PYTHON, *write, *layout], **environ)
+    members.succeed(TIMEOUT_S)
+    options = {
+        "data.data_dir": tree,
+        "data.classes": "0:8",
+        "data.global_batch": "8",
+        "data.image_size": "32",
+        "model.name": "resnet",  # of fewer layers
+        "model.options.filters": "(2,)",
+        "train.epochs": "1",
+        "output.dir": tmp_path / "run",
+        "telemetry.images": "2",
+    }
+    if layout:
+        recipe = "plain"
+        options |= {"train.schedule": "constant", "train.schedule_options": "{}"}
+    else:
+        recipe = "modern"
+        options |= {"train.warmup_epochs": "0.5", "strategy.devices": "cpu:0,cpu:1"}
+    flags = [f"--config.{key}={value}" for key, value in options.items()]
+    train = ["-m", "tfdist", "train", f"--config=imagenet_resnet34:{recipe}", *flags]
+    members.start("train", [PYTHON, *train], **environ)
+    members.succeed(TIMEOUT_S)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 <= summary["metrics"]["accuracy"] <= summary["metrics"]["top5"] <= 1
+    assert files_of_run(tmp_path / "run") == sorted([*RUN_FILES, "saved_model"])

@@ -21,7 +21,7 @@ def names() -> list[str]:
 
     Example:
         >>> names()
-        ['digits', 'digits_ps']
+        ['digits', 'digits_ps', 'imagenet_resnet34']
     """
     return sorted(path.stem for path in directory().glob("*.py") if path.stem != "__init__")
 

@@ -537,6 +537,11 @@ class Run:
                 f"{self.parallel.zero}. Remove it: with train.ema, the averages replace the "
                 "weights at the end of training."
             )
+        if self.output.export and self.parallel.zero == 3 and not self.output.save_model:
+            raise ValueError(
+                "output.export: with parallel.zero=3 the saved model is what is exported; expected "
+                "output.save_model=true too, received false."
+            )
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Run:
