@@ -18,12 +18,16 @@ TEMPLATES = {  # the command that trains in a project of each
     "script": "python train.py",
     "config": "tfdist train --config=config.py",
     "loop": "python train.py",
+    "imagenet": "tfdist train --config=config.py",
+    "recommender": "python train.py",
 }
 _DIRECTORY = pathlib.Path(__file__).with_name("templates")
 _PARTS = {  # the directories of files of each
     "script": ("common", "train_script", "script"),
-    "config": ("common", "config"),
+    "config": ("common", "train_config", "config"),
     "loop": ("common", "train_script", "loop"),
+    "imagenet": ("common", "train_config", "imagenet"),
+    "recommender": ("common", "train_script", "recommender"),
 }
 _SUFFIX = ".template"
 _DESCRIPTION = """\
@@ -31,9 +35,11 @@ Writes a small project into the new directory NAME: a training on made-up data t
 a test and a README.
 
 templates:
-  script  a script that calls `model.fit` (default)
-  config  a config file for `tfdist train`, with data and model beside it
-  loop    a script with a training loop of its own, without `fit`
+  script       a script that calls `model.fit` (default)
+  config       a config file for `tfdist train`, with data and model beside it
+  loop         a script with a training loop of its own, without `fit`
+  imagenet     a config file for images in a directory for each class
+  recommender  a script for numbers and categories, with embeddings
 """
 
 
@@ -41,7 +47,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="NAME", help="directory to make")
     parser.add_argument(
         "--template",
-        metavar="script|config|loop",
+        metavar="|".join(TEMPLATES),
         default="script",
         help="kind of project (script)",
     )
