@@ -1,13 +1,15 @@
 """Build wheel and sdist, install each where this clone is not seen, and use it as a user would.
 
 `make dist-check` runs this. It needs a package index, and a few minutes: TensorFlow is installed
-twice. `--keep` leaves the built files in dist/.
+three times. `--keep` leaves the built files in dist/, with sbom.json, the wheel's bill of materials
+(CycloneDX).
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import json
 import os
 import pathlib
 import re
@@ -37,9 +39,11 @@ def main(argv: list[str]) -> int:
         artefacts = build(directory)
         for artefact in artefacts:
             use(artefact, directory / artefact.suffix.strip("."))
-            if keep:
-                (ROOT / "dist").mkdir(exist_ok=True)
-                shutil.copy(artefact, ROOT / "dist")
+        sbom = list_materials(artefacts[0], directory)
+        if keep:
+            (ROOT / "dist").mkdir(exist_ok=True)
+            for path in (*artefacts, sbom):
+                shutil.copy(path, ROOT / "dist")
     except Failed as error:
         print(f"dist-check: {error}\nIts files are in {directory}.", file=sys.stderr)
         return 1
@@ -107,7 +111,7 @@ def build(directory: pathlib.Path) -> list[pathlib.Path]:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     bin_ = environment(directory / "tools")
-    install(bin_, "build", "twine")
+    install(bin_, "build", "twine", "cyclonedx-bom")
     run(bin_ / "python", "-m", "build", "--outdir", "../dist", ".", cwd=clone, timeout=INSTALL_S)
     paths = sorted((directory / "dist").iterdir())
     (wheel,) = (path for path in paths if path.suffix == ".whl")
@@ -166,6 +170,20 @@ def use(artefact: pathlib.Path, directory: pathlib.Path) -> None:
     print(run(tfdist, "train", *words, cwd=work).splitlines()[-1])
     if not (work / "run" / "summary.json").is_file():
         raise Failed("tfdist train --config=digits wrote no summary.json")
+
+
+def list_materials(wheel: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+    """Write the bill of materials of a wheel: what pip installs with it, by versions."""
+    bin_ = environment(directory / "materials")
+    install(bin_, str(wheel))
+    path = directory / "sbom.json"
+    tool = directory / "tools" / "bin" / "cyclonedx-py"
+    words = ("environment", "--output-reproducible", "-o", path, bin_ / "python")
+    run(tool, *words, cwd=directory)
+    names = {part["name"] for part in json.loads(path.read_text())["components"]}
+    if not {"tfdist", "tensorflow", "keras"} <= names:
+        raise Failed(f"{path.name} lacks tfdist, tensorflow or keras: {', '.join(sorted(names))}")
+    return path
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Test that promises of docs/faults.md and cells of docs/engines.md name tests that exist."""
+"""Test that promises of the docs name tests that exist, and workflows commands that exist."""
 
 import re
+
+import yaml
 
 from tests.launches import ROOT
 
@@ -55,3 +57,19 @@ def test_every_feature_that_an_engine_is_said_to_have_has_its_tests():
             assert not is_real, (feature, engine)
         elif not engine.startswith("this machine"):
             assert is_real, (feature, engine)
+
+
+def test_commands_of_workflows_exist():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = []
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            assert job["timeout-minutes"] > 0, path.name
+            commands += [step["run"] for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands
+    for command in commands:
+        program, *words = command.split()
+        if program == "make":
+            assert words[0] in targets
+        elif program != "git":
+            assert (ROOT / (words[0] if program == "python" else program)).is_file()

@@ -149,6 +149,8 @@ OBJECTS = r"keras\.(optimizers|metrics)\.[A-Z]\w+"
 STARTS = rf"{MODELS}|keras\.(layers\.\w+|Input)|tensorflow\.(data\..*|constant|Variable|random\..*)"
 CHIEF = re.compile(r"is_chief|\brank\b|task_(index|id)|process_index|worker_(index|id)")
 STEPS = ("train_step", "compute_loss")
+# In a statement in lower case: a learning rate, which is an optimizer's first argument.
+RATE = r"learning_rate|\blr\b|_lr\b|\brate\b|\boptimizers\.|\b(sgd|adam|adamw|rmsprop)\("
 CLIPS = r"tensorflow\.clip_by_\w+|keras\.ops\.clip"
 WRITES = r"open|numpy\.save\w*|json\.dump|pickle\.dump|matplotlib\.pyplot\.savefig"
 WRITE_METHODS = ("write_text", "write_bytes", "to_csv", "savefig", "save", "save_weights")
@@ -341,7 +343,7 @@ class _Script:
                 elif "batch" in about:
                     yield Finding(node.lineno, "replica-batch")
             elif isinstance(node.op, ast.Mult):
-                if re.search(r"learning_rate|\blr\b|_lr\b|\brate\b", about):
+                if re.search(RATE, about):
                     scaled = True
                 elif "batch" in about:
                     grows.append(node)

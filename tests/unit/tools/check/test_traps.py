@@ -126,6 +126,9 @@ def test_every_trap_has_a_test_and_a_section_of_the_docs():
         HEAD + "def build():\n    return keras.Sequential([])\nprepare(build)\n",
         TRAINS + "n = strategy.num_replicas_in_sync\nbatch = 64 * strategy.num_replicas_in_sync\n"
         "learning_rate = 0.1 * strategy.num_replicas_in_sync\n",
+        TRAINS + "batch = 64 * strategy.num_replicas_in_sync\n"
+        "with strategy.scope():\n"
+        "    model.compile(keras.optimizers.SGD(0.1 * strategy.num_replicas_in_sync), 'mse')\n",
         TRAINS + "data = data.shuffle(100, seed=3)\nc = tfdist.BackupAndRestore('x')\n",
         TRAINS + "class C(keras.callbacks.Callback):\n    def on_epoch_end(self, epoch, logs):\n"
         "        if self.is_chief:\n            open('x', 'w')\n"
