@@ -57,7 +57,7 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
         return CONFIGURATION_CODE
     needs = Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
     if flags.find_batch:
-        return _find_batch(flags, words, needs)
+        return _find_batch(flags, needs)
     options = all_options(needs, flags.devices, flags.microbatches)
     chosen, why = choose(options, flags.memory)
     if flags.json:
@@ -75,48 +75,65 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
     return int(chosen is None)
 
 
-def _find_batch(flags: argparse.Namespace, words: list[str], needs: Needs) -> int:
+def _find_batch(flags: argparse.Namespace, needs: Needs) -> int:
     """Print the largest global batch of each option."""
-    found = largest_batches(needs, flags.devices, flags.memory, flags.microbatches)
-    rates = [rate_for(needs, batch) for _, batch in found]
+    found = [
+        (option, batch, rate_for(needs, batch))
+        for option, batch in largest_batches(needs, flags.devices, flags.memory, flags.microbatches)
+    ]
     # The first of the largest that use all devices: later options cost more. No config chooses a
     # pipeline.
-    index = max(
-        (i for i, (each, _) in enumerate(found) if each.name != PIPELINE),
-        key=lambda i: (found[i][1], found[i][0].devices, -i),
+    option, batch, rate = max(
+        (each for each in found if each[0].name != PIPELINE),
+        key=lambda each: (each[1], each[0].devices),
     )
-    option, batch = found[index]
-    settings = [*option.how.split(), f"data.global_batch={batch}"]
-    if rates[index] is not None:
-        settings.append(f"train.learning_rate={rates[index]:.3g}")
     if flags.json:
         ways = [
-            {**dataclasses.asdict(each), "global_batch": size, "learning_rate": rate}
-            for (each, size), rate in zip(found, rates, strict=True)
+            {**dataclasses.asdict(option), "global_batch": batch, "learning_rate": rate}
+            for option, batch, rate in found
         ]
         facts = {"devices": flags.devices, "memory": flags.memory, "ways": ways}
         print(json.dumps({**facts, "chosen": option.name if batch else None}, indent=1))
-        return int(not batch)
+    else:
+        print("\n".join(batch_table(found, flags.memory)))
+        settings = [*option.how.split(), f"data.global_batch={batch}"]
+        if rate is not None:
+            settings.append(f"train.learning_rate={rate:.3g}")
+        flags_text = " ".join(f"--config.{each}" for each in settings)
+        bound = f", all {needs.examples} examples" if batch == needs.examples else ""
+        print(
+            f"Take {option.name}{bound}: {flags_text}"
+            if batch
+            else "Nothing that a config can choose fits, not even one example on each device."
+        )
+    return int(not batch)
+
+
+def batch_table(found: Sequence[tuple[Option, int, float | None]], memory: int) -> list[str]:
+    """Return the lines that `tfdist plan --find-batch` prints before its advice.
+
+    Args:
+        found: Options with their largest global batch, 0 if none fits, and the learning rate for
+            it, None if it stays as it is.
+        memory: Memory of each device in bytes.
+
+    Returns:
+        Lines of text.
+    """
     rows = [("option", "devices", "global batch", "peak", "learning rate", "how")]
-    for (each, size), rate in zip(found, rates, strict=True):
+    for option, batch, rate in found:
         rows.append(
             (
-                each.name,
-                str(each.devices),
-                str(size or "none fits"),
-                format_bytes(each.peak),
-                "-" if not size else "as it is" if rate is None else f"{rate:.3g}",
-                each.how,
+                option.name,
+                str(option.devices),
+                str(batch or "none fits"),
+                format_bytes(option.peak),
+                "-" if not batch else "as it is" if rate is None else f"{rate:.3g}",
+                option.how,
             )
         )
-    print(f"The largest global batch that fits {format_bytes(flags.memory)} on each device:")
-    print("\n".join(["", *aligned(rows, left=(0, 5)), ""]))
-    if not batch:
-        print("Nothing that a config can choose fits, not even one example on each device.")
-        return 1
-    bound = f", all {needs.examples} examples" if batch == needs.examples else ""
-    print(f"Take {option.name}{bound}: {' '.join(f'--config.{each}' for each in settings)}")
-    return 0
+    head = f"The largest global batch that fits {format_bytes(memory)} on each device:"
+    return [head, "", *aligned(rows, left=(0, 5)), ""]
 
 
 def table(
