@@ -1,9 +1,10 @@
-"""Embedding layer with its table sharded over parameter servers; only batch rows move.
+"""Embedding layer with its table sharded over servers or replicas; only batch rows move.
 
-Row `i` of the table is row `i // shards` of shard `i % shards`. Vocabularies are often sorted by
-frequency, and this spreads the frequent rows. Each shard is a weight of its own, which TensorFlow
-puts on the next parameter server in turn. In files, and for `get_table` and `set_table`, the shards
-are one table.
+Under parameter servers, row `i` of the table is row `i // shards` of shard `i % shards`.
+Vocabularies are often sorted by frequency, and this spreads the frequent rows. Each shard is a
+weight of its own, which TensorFlow puts on the next parameter server in turn. In files, and for
+`get_table` and `set_table`, the shards are one table. Under synchronous strategies,
+`tfdist.parallel.fsdp` shards the table.
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ _UNSUPPORTED = ("lora_rank", "lora_alpha", "quantization_config")
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class ShardedEmbedding(keras.layers.Layer):
-    """Version of `keras.layers.Embedding` whose table is sharded over parameter servers.
+    """Version of `keras.layers.Embedding` with its table sharded over servers or replicas.
 
     A step reads rows from their parameter servers and sends gradients of these rows back. The
     traffic is that of the batch, however large the table. With several shards each distinct id
     travels once.
+
+    Under synchronous strategies, call `tfdist.parallel.fsdp(model)`: each replica then holds a part
+    of the table and of its optimizer states. A step sends ids, and the rows of the global batch
+    twice, instead of the table. Without `fsdp`, each replica holds the whole table.
 
     Results, gradients and weights files are those of `keras.layers.Embedding`. Either layer reads
     the other's files, whatever the number of shards. But an id out of range is an error everywhere,
@@ -141,6 +146,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received "
                 f"{shards}."
             )
+        # Function from a table in one weight and ids `[n]` to rows; `fsdp` replaces it.
+        self.look_up: Callable[[keras.Variable, tf.Tensor], tf.Tensor] = _gather
         self.supports_masking = mask_zero
         self.autocast = False  # float ids stay as they are: bfloat16 would round 257 to 256
         self.supports_jit = shards in (None, 1)  # XLA needs to know how many rows each shard gives
@@ -182,7 +189,12 @@ class ShardedEmbedding(keras.layers.Layer):
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
         with tf.control_dependencies([self._check_range(ids)]):
-            rows = _lookup([part.value for part in self._parts], tf.reshape(ids, [-1]))
+            flat = tf.reshape(ids, [-1])
+            rows = (
+                self.look_up(self._parts[0], flat)
+                if self.shards == 1
+                else _lookup([part.value for part in self._parts], flat)
+            )
         rows = tf.reshape(
             tf.cast(rows, self.compute_dtype), tf.concat([tf.shape(ids), [self.output_dim]], 0)
         )
@@ -290,13 +302,15 @@ ShardedEmbedding.__name__ = keras.layers.Embedding.__name__
 
 
 # --- Lookup ---------------------------------------------------------------------------------------
+def _gather(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+    return tf.gather(table.value, ids)
+
+
 def _lookup(parts: list, ids: tf.Tensor) -> tf.Tensor:
     """Return rows `[n, output_dim]` for ids `[n]`.
 
     Each row is read, and updated, on the device of its shard.
     """
-    if len(parts) == 1:
-        return tf.gather(parts[0], ids)
     distinct, position = tf.unique(ids)
     owner = tf.cast(distinct % len(parts), tf.int32)
     row_indices = tf.dynamic_partition(distinct // len(parts), owner, len(parts))

@@ -169,6 +169,17 @@ def transformer():
     return keras.Model(words, Tied(embedding)(keras.layers.LayerNormalization()(x)))
 
 
+def recommender():
+    """Look up rows of two tables, of which neither has a multiple of two or three rows."""
+    words = keras.Input([6], dtype="int32")
+    first = tfdist.layers.ShardedEmbedding(11, 5, mask_zero=True)(words)
+    second = tfdist.layers.ShardedEmbedding(13, 3)(words[:, :2])
+    x = keras.layers.Concatenate()(
+        [keras.layers.GlobalAveragePooling1D()(first), keras.layers.Flatten()(second)]
+    )
+    return keras.Model(words, keras.layers.Dense(3)(x))
+
+
 def subclassed():
     model = Subclassed()
     model.build((None, 6))
@@ -251,6 +262,13 @@ CASES = {
         "next",
         tolerance=4e-6 if keras.__version__.startswith("3.10.") else 2e-6,
         deferred=True,
+    ),
+    "recommender adagrad": Case(
+        recommender,
+        lambda: keras.optimizers.Adagrad(0.1, global_clipnorm=0.5),
+        ("zero2", "fsdp"),
+        "words",
+        saved=True,
     ),
     "mlp lion": Case(mlp, lambda: keras.optimizers.Lion(0.003), ("zero1", "zero2", "fsdp")),
 }

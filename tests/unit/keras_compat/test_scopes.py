@@ -69,6 +69,7 @@ def test_training_outside_of_a_scope_that_was_entered_is_refused(tmp_path, alone
 
 def test_strategy_that_was_dropped_is_warned_of(caplog):
     tfdist.make_strategy("mirrored", devices=TWO)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "tfdist"):
         losses(compiled())
     # In a long process TensorFlow may warn of retracing, too.

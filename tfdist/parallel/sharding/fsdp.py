@@ -7,6 +7,7 @@ Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,15 +21,17 @@ from tfdist.keras_compat.parallel import (
     as_shards,
     clipping,
     has_value,
+    have_values,
     initialize,
     known_variables,
     own_copy,
     replace_constraint,
     without_values,
 )
+from tfdist.layers import ShardedEmbedding
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import FLOATS, OUTSIDE, Group
-from tfdist.parallel.sharding import global_norm
+from tfdist.parallel.sharding import fsdp_lookup, global_norm
 from tfdist.parallel.sharding.all_gather import Gathering
 from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of
 from tfdist.parallel.sharding.sharded_variables import Store
@@ -182,6 +185,9 @@ class FSDP(Store):
         self._names = {id(v): f"weight {i}" for i, v in enumerate(self.weights)}
         max_kept_bytes = self.resident_bytes if reshard_after_forward else None
         for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
+            if isinstance(layer, ShardedEmbedding) and layer.shards == 1:
+                layer.look_up = functools.partial(self._look_up, layer.look_up)
+                continue
             Unit(
                 layer,
                 f"unit {number}",
@@ -225,6 +231,20 @@ class FSDP(Store):
             return self._gathering.gather_with_gradient(
                 [variable], f"{name} read {reads[name]}", [], variable.dtype
             )[0]
+
+    def _look_up(self, default: Callable, table: Sharded, ids: tf.Tensor) -> tf.Tensor:
+        """Return rows of a table; within a step, the table stays in its parts."""
+        if (
+            self.group.size == 1
+            or have_values([table])
+            or tf.executing_eagerly()
+            or not (self.scoped and self.in_step())
+        ):
+            return default(table, ids)
+        self.check_xla(self._model)
+        return fsdp_lookup.rows(
+            self, table, ids, lambda: global_norm.scale(self.policy, self.group.size)
+        )
 
     def update(
         self,

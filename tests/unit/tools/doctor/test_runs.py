@@ -138,7 +138,7 @@ def test_inputs_that_are_not_dense(words, tmp_path, kind):
         ("--config.train.epochs=0", "config", "train.epochs: expected at least 1, received 0"),
         ("--config.data.name=no_such_data", "data", "no such data set"),
         ("--config.data.eval_split=validation", "data", "no such split"),
-        ("--config.data.augment=true", "data", "data.augment: expected data.image_size too"),
+        ("--config.data.augment=true", "config", "data.augment: expected data.image_size too"),
         ("--config.train.optimizer=adma", "config", "train.optimizer: received 'adma'"),
         ("--config.train.optimizer_options.bta_1=0.9", "model", "train.optimizer_options.bta_1"),
         ("--config.strategy.devices=gpu", "config", "TensorFlow sees no GPU"),
