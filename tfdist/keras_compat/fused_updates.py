@@ -11,8 +11,8 @@ thousands of steps.
 A fused update equals that of Keras up to the rounding of float32. The weight decay of an optimizer
 that has a kernel is a kernel too, which makes a second pass: none of TensorFlow's kernels decays a
 weight and updates it. Everything else is left to Keras: clipping, moving averages, accumulation,
-loss scaling, variables of other dtypes, sparse gradients of SGD without momentum and of Adagrad,
-optimizers without a kernel, and classes that define `update_step` themselves.
+loss scaling, variables of other dtypes, sparse gradients of SGD without momentum, optimizers
+without a kernel, and classes that define `update_step` themselves.
 """
 
 from __future__ import annotations
@@ -249,22 +249,25 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     only grows. Beyond it, they differ by at most `epsilon / (8 * initial value)` of their value.
     """
     first, epsilon = optimizer.initial_accumulator_value, optimizer.epsilon
-    if isinstance(gradient, tf.IndexedSlices):  # Keras updates only its rows
-        return False
     if not all(isinstance(x, float) for x in (first, epsilon)) or not 0 <= epsilon <= 2e-6 * first:
         return False
     slots = _slots(optimizer, variable, optimizer._accumulators)
     if slots is None:
         return False
     (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
-    tf.raw_ops.ResourceApplyAdagradV2(
-        var=variable.handle,
-        accum=slots[0],
-        lr=rate,
-        epsilon=math.sqrt(first + epsilon) - math.sqrt(first),
-        grad=_dense(gradient, variable),
-        use_locking=True,
-    )
+    of_both = {
+        "var": variable.handle,
+        "accum": slots[0],
+        "lr": rate,
+        "epsilon": math.sqrt(first + epsilon) - math.sqrt(first),
+        "use_locking": True,
+    }
+    if isinstance(gradient, tf.IndexedSlices):  # without duplicates: `merge_duplicates`
+        tf.raw_ops.ResourceSparseApplyAdagradV2(
+            **of_both, grad=tf.cast(gradient.values, tf.float32), indices=gradient.indices
+        )
+    else:
+        tf.raw_ops.ResourceApplyAdagradV2(**of_both, grad=tf.cast(gradient, tf.float32))
     return True
 
 

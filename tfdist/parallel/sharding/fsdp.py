@@ -35,6 +35,7 @@ from tfdist.parallel.sharding import fsdp_lookup, global_norm
 from tfdist.parallel.sharding.all_gather import Gathering
 from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of
 from tfdist.parallel.sharding.sharded_variables import Store
+from tfdist.parallel.sparse_gradients import merge_duplicates, to_dense
 from tfdist.sync import COMM_DTYPES, Gradients
 
 _GATHER_DTYPES = tuple(name for name in FLOATS if name != "float64")
@@ -282,6 +283,15 @@ class FSDP(Store):
                 f"fsdp: {', '.join(unknown[:4])}: not among the trainable weights when "
                 "fsdp(model) was called. Set `trainable` and build the model before that call."
             )
+        if self._updates_rows(optimizer):
+            grads = [merge_duplicates(g) for g in grads]
+        else:
+            grads = [
+                to_dense(
+                    g, flat_shards.length(flat_shards.elements(v.tfdist_shape), self.group.size)
+                )
+                for g, v in zip(grads, updated, strict=True)
+            ]
         if self.reduced is not None:
             self.reduced([g for g in grads if g is not None])
 
@@ -316,6 +326,22 @@ class FSDP(Store):
             global_norm.finite_on_all(self.group, [g for g in grads if g is not None]),
             update,
             lambda: None,
+        )
+
+    def _updates_rows(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Return whether an update needs only the rows of a sparse gradient."""
+        return (
+            isinstance(optimizer, keras.optimizers.Adagrad)
+            or (isinstance(optimizer, keras.optimizers.SGD) and not optimizer.momentum)
+        ) and not any(
+            (
+                optimizer.clipnorm,
+                optimizer.global_clipnorm,
+                optimizer.clipvalue,
+                optimizer.gradient_accumulation_steps,
+                self.policy.clip_norm,
+                self.policy.skip_nonfinite,
+            )
         )
 
     @contextlib.contextmanager

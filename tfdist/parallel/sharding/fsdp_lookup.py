@@ -18,7 +18,7 @@ def rows(store: Store, table: Sharded, ids: tf.Tensor, scale: Callable[[], Weigh
 
     Each replica gathers the ids of all and looks up what it holds of their rows. The rows are the
     sum over the replicas, in which all but one add zeros. In backward, each replica gathers the
-    gradients of all rows, and adds up those of its part.
+    gradients of all rows, and keeps those of its part, as a sparse gradient.
 
     Args:
         store: Store of the table. Call this in the context of one of its replicas.
@@ -50,10 +50,10 @@ def rows(store: Store, table: Sharded, ids: tf.Tensor, scale: Callable[[], Weigh
 
         def grad(upstream):
             (own_upstream,) = weighted([upstream], scale())
-            return tf.math.unsorted_segment_sum(
-                context.all_gather(own_upstream, axis=0),
-                tf.where(is_own, positions, -1),  # it leaves out negative positions
-                part_length,
+            return tf.IndexedSlices(
+                tf.boolean_mask(context.all_gather(own_upstream, axis=0), is_own),
+                tf.boolean_mask(positions, is_own),
+                tf.constant([part_length], tf.int64),
             )
 
         return tf.identity(whole[first : first + tf.shape(ids)[0]]), grad

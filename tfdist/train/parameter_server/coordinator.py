@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import global_seed
+from tfdist.parallel.sparse_gradients import merge_duplicates
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.callbacks.saving import backing
 from tfdist.train.data_position import DataPosition
@@ -22,7 +23,6 @@ from tfdist.train.parameter_server.dispatch import RemoteRunner
 from tfdist.train.parameter_server.metric_deltas import count_updates, ticket
 from tfdist.train.parameter_server.predict import RemotePredictor
 from tfdist.train.parameter_server.worker_pool import Pool
-from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.step_monitoring import StepMonitoring
 from tfdist.train.synchronous.worker_callbacks import backups_last, listed, needs_single_steps
 
@@ -169,7 +169,7 @@ class Coordinator(Hooks):
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
         """Apply gradients, so that every update of the optimizer is counted exactly once."""
-        grads = [gradient_sum.merge_duplicates(g) for g in grads]
+        grads = [merge_duplicates(g) for g in grads]
         # It updates through its inner optimizer, in a tf.cond.
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             count_updates(optimizer, optimizer.check_finite(grads))

@@ -22,6 +22,7 @@ from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
+from tfdist.parallel.sparse_gradients import merge_duplicates
 from tfdist.sync import Gradients, Policy
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica
@@ -173,7 +174,7 @@ class GradientAggregation:
         summed = gradient_sum.sum_over_replicas(context, list(grads))
         if replicated:
             graph_timestamps.after_sum(update.local, summed)
-        grads = [gradient_sum.merge_duplicates(g) for g in summed]
+        grads = [merge_duplicates(g) for g in summed]
         if watch is not None:
             watch(grads, update.variables)
         return update(grads)

@@ -87,20 +87,6 @@ def dense(grads: list, optimizer: Any, variables: list | None) -> list:
     ]
 
 
-def merge_duplicates(grad):
-    """Sum the rows of a sparse gradient that belong to the same index.
-
-    Keras' Adam, RMSprop and Adagrad square each row by itself. Without this sum, the result is a
-    sum of squares in place of the square of the sum, and depends on how rows are spread over
-    replicas.
-    """
-    if not isinstance(grad, tf.IndexedSlices):
-        return grad
-    indices, position = tf.unique(grad.indices)
-    values = tf.math.unsorted_segment_sum(grad.values, position, tf.size(indices))
-    return tf.IndexedSlices(values, indices, grad.dense_shape)
-
-
 def apply_centrally(
     optimizer: keras.optimizers.Optimizer,
     keras_apply: Callable,

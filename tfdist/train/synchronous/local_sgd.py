@@ -15,6 +15,7 @@ from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
+from tfdist.parallel.sparse_gradients import merge_duplicates
 from tfdist.sync import LocalSGD
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.gradient_aggregation import GradientCallback
@@ -146,7 +147,7 @@ class LocalSteps:
         if self._placement.replicas > 1:
             grads = self._local_gradients(optimizer, state, grads, variables, local)
         graph_timestamps.after_sum(local, grads)
-        grads = [gradient_sum.merge_duplicates(g) for g in grads]
+        grads = [merge_duplicates(g) for g in grads]
         if watch is not None:
             watch(grads, variables)
         with local_update(optimizer, local), graph_timestamps.update(local):

@@ -207,18 +207,6 @@ def test_data_distributed_by_the_user_stay_as_they_are():
 
 
 # --- Gradients ------------------------------------------------------------------------------------
-def test_repeated_indices_of_a_sparse_gradient_are_summed():
-    grad = tf.IndexedSlices(
-        tf.constant([[1.0], [10.0], [100.0]]), tf.constant([4, 2, 4]), tf.constant([6, 1])
-    )
-    merged = gradient_sum.merge_duplicates(grad)
-    assert merged.indices.numpy().tolist() == [4, 2]
-    assert merged.values.numpy().tolist() == [[101.0], [10.0]]
-    np.testing.assert_array_equal(tf.convert_to_tensor(merged), tf.convert_to_tensor(grad))
-    assert gradient_sum.merge_duplicates(merged.values) is merged.values
-    assert gradient_sum.merge_duplicates(None) is None
-
-
 def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
     def replica():
         context = tf.distribute.get_replica_context()
