@@ -56,8 +56,8 @@ class ShardedEmbedding(keras.layers.Layer):
     also where Keras takes -1 as the last row or a GPU gives zeros. Adam, RMSprop and Adagrad square
     the sum of an id's gradients, as they do for `keras.layers.Embedding` under a strategy of
     tfdist. Without such a strategy and with one shard, Keras squares the parts one by one. Of
-    Keras' optimizers only SGD without momentum updates only the batch's rows. The others compute on
-    a whole shard and its optimizer states, on its parameter server.
+    Keras' optimizers only SGD without momentum and Adagrad update only the batch's rows. The others
+    compute on a whole shard and its optimizer states, where it is.
 
     Initial values are those of `keras.layers.Embedding` with the same seeded initializer, if the
     table has one shard or up to 2**26 values. A larger table never lies in one memory: each shard
