@@ -331,8 +331,8 @@ class FSDP(Store):
     def _updates_rows(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Return whether an update needs only the rows of a sparse gradient."""
         return (
-            isinstance(optimizer, keras.optimizers.Adagrad)
-            or (isinstance(optimizer, keras.optimizers.SGD) and not optimizer.momentum)
+            type(optimizer) is keras.optimizers.Adagrad
+            or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
         ) and not any(
             (
                 optimizer.clipnorm,
