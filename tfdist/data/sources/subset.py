@@ -12,6 +12,8 @@ import tensorflow as tf
 from tfdist.config.checks import nearest, words_of
 from tfdist.data.sources.source import Source
 
+MOST_LISTED = 20  # names of classes in a message; ImageNet has a thousand
+
 
 def of_classes(source: Source, classes: str) -> Source:
     """Return the examples of some classes.
@@ -91,7 +93,7 @@ def _numbers(text: str, count: int, names: tuple[str, ...] | None) -> list[int]:
             chosen.add(names.index(word))
             continue
         if not first.isdecimal() or (colon and not end.isdecimal()):
-            hint = f" {nearest(word, names)}" if names else ""
+            hint = f" {nearest(word, names)}" if names and len(names) <= MOST_LISTED else ""
             raise ValueError(
                 f"data.classes: expected numbers such as 7, ranges such as 0:100, or names of "
                 f"classes, received {word!r}.{hint}"
