@@ -285,10 +285,12 @@ def _serve(
         reading, writing = os.pipe()
         middle = os.fork()
         if middle == 0:
-            child = os.fork()
-            if child == 0:
-                return json.loads(text), files
-            os.write(writing, str(child).encode())
+            if os.fork() == 0:
+                job = json.loads(text)
+                if job.pop("session"):
+                    os.setsid()  # before the caller knows the process, whose group it may end
+                os.write(writing, str(os.getpid()).encode())
+                return job, files
             os._exit(0)  # the child's parent is the subreaper now: the caller
         os.waitpid(middle, 0)
         connection.send(os.read(reading, 16))
@@ -375,7 +377,7 @@ def become(job: dict, files: list[int]) -> None:
     for namespace in files[3:]:
         if _libc.setns(namespace, 0):
             raise OSError(ctypes.get_errno(), "setns")
-    if job["session"]:
+    if job.get("session"):
         os.setsid()
     for number, descriptor in enumerate(files[:3]):
         os.dup2(descriptor, number)
