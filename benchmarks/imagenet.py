@@ -15,13 +15,11 @@ import argparse
 import json
 import pathlib
 import runpy
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 
-from common.processes import ProcessFailed, run_main
+from common.processes import run_main, run_python
 from common.report import (
     add_options,
     begin,
@@ -29,6 +27,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratio_verdict,
     ratios_of,
     row,
     spread,
@@ -58,34 +57,15 @@ WRONG = 0.05  # bar on the share of the 200 validation images
 TIME = {"one device": 1.1}
 
 
-def run(words: Sequence[str], log: pathlib.Path, timeout: float) -> None:
-    """Run a Python process to its end.
-
-    Raises:
-        ProcessFailed: If it fails or takes too long; the message has its output.
-    """
-    with open(log, "wb") as file:
-        try:
-            code = subprocess.run(
-                [sys.executable, *words], stdout=file, stderr=file, timeout=timeout, cwd=ROOT
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    if code != 0:
-        end = "did not end in time" if code is None else f"ended with code {code}"
-        raise ProcessFailed(f"{log.stem} {end}:\n{log.read_text(errors='replace')[-3000:]}")
-
-
 def train(name: str, tree: pathlib.Path, epochs: int, timeout: float) -> dict[str, float]:
     """Return accuracy, images/s, and the share of the time that steps wait for images."""
     with tempfile.TemporaryDirectory(prefix="imagenet-run-") as text:
         directory = pathlib.Path(text)
-        log = directory / f"{name}.log"
         if name == KERAS:
             result = directory / "result.json"
             script = ROOT / "benchmarks" / "common" / "imagenet_keras.py"
             numbers = map(str, (SIZE, FILTERS, BATCH, epochs, RATE))
-            run([str(script), str(tree), *numbers, str(result)], log, timeout)
+            run_python([str(script), str(tree), *numbers, str(result)], timeout, name)
             return json.loads(result.read_text())
         options = {
             "data.data_dir": tree,
@@ -104,7 +84,7 @@ def train(name: str, tree: pathlib.Path, epochs: int, timeout: float) -> dict[st
         command = ["train", "--config=imagenet_resnet34", *flags, *SETUPS[name]]
         if name == "2 workers":
             command = [*LAUNCH, str(directory / "logs"), "--", "tfdist", *command]
-        run(["-m", "tfdist", *command], log, timeout)
+        run_python(["-m", "tfdist", *command], timeout, name)
         summary = json.loads((directory / "run" / "summary.json").read_text())
         windows = [
             window
@@ -123,19 +103,17 @@ def train(name: str, tree: pathlib.Path, epochs: int, timeout: float) -> dict[st
 def judge(results: dict[str, dict[str, list[float]]]) -> list[dict]:
     """Compare times and accuracies with their bars."""
     seconds = times(results)
-    rounds = {
-        **{
-            (f"{name}: time / plain loop", bar): ratios_of(seconds, name, KERAS)
-            for name, bar in TIME.items()
-        },
-        **{
-            (f"{name}: wrong images", WRONG): [1 - each for each in results[name]["accuracy"]]
-            for name in SETUPS
-        },
-    }
     return [
-        {"name": name, "bar": bar, "rounds": each, "passed": statistics.median(each) <= bar}
-        for (name, bar), each in rounds.items()
+        *(
+            ratio_verdict(f"{name}: time / plain loop", bar, ratios_of(seconds, name, KERAS))
+            for name, bar in TIME.items()
+        ),
+        *(
+            ratio_verdict(
+                f"{name}: wrong images", WRONG, [1 - each for each in results[name]["accuracy"]]
+            )
+            for name in SETUPS
+        ),
     ]
 
 

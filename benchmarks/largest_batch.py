@@ -15,11 +15,10 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 
-from common.processes import ProcessFailed, run_main
+from common.processes import run_main, run_python
 from common.report import (
     add_options,
     begin,
@@ -27,13 +26,14 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratio_verdict,
     ratios_of,
     row,
     spread,
     table,
 )
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+TFDIST = ("-m", "tfdist")
 ROUNDS = 3
 EPOCHS = 5
 MEMORY = "208MB"  # little more than data parallel needs for its smallest batch
@@ -49,31 +49,20 @@ MODEL = (
 BARS = dict.fromkeys(WAYS[1:], 1.0)
 
 
-def tfdist(*words: str, timeout: float) -> str:
-    """Return what a command of tfdist prints.
-
-    Raises:
-        ProcessFailed: If it fails or takes too long; the message has its errors.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tfdist", *words],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=ROOT,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ProcessFailed(f"{words} did not end within {timeout:g} s") from error
-    if done.returncode:
-        raise ProcessFailed(f"{words} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout
-
-
 def find_batches(timeout: float) -> dict[str, dict]:
     """Return what `tfdist plan --find-batch` says of each way."""
-    words = ("plan", *MODEL, "--devices", "2", "--memory", MEMORY, "--find-batch", "--json")
-    ways = json.loads(tfdist(*words, timeout=timeout))["ways"]
+    words = (
+        *TFDIST,
+        "plan",
+        *MODEL,
+        "--devices",
+        "2",
+        "--memory",
+        MEMORY,
+        "--find-batch",
+        "--json",
+    )
+    ways = json.loads(run_python(words, timeout, "tfdist plan"))["ways"]
     return {way["name"]: way for way in ways if way["name"] in WAYS}
 
 
@@ -91,7 +80,7 @@ def epoch_seconds(way: dict, epochs: int, timeout: float) -> float:
         flags = [f"--config.{key}={value}" for key, value in settings.items()]
         if way["how"].startswith("parallel."):
             flags.append(f"--config.{way['how']}")
-        tfdist("train", *MODEL, *flags, timeout=timeout)
+        run_python([*TFDIST, "train", *MODEL, *flags], timeout, f"tfdist train, {way['name']}")
         lines = pathlib.Path(directory, "run", "history.jsonl").read_text().splitlines()
         return statistics.median(json.loads(line)["seconds"] for line in lines[1:])
 
@@ -135,13 +124,7 @@ def main(argv: list[str]) -> int:
             seconds[name].append(epoch_seconds(ways[name], args.steps or EPOCHS, args.timeout))
             print(f"{name}: {seconds[name][-1]:.3f} s", file=sys.stderr, flush=True)
     verdicts = [
-        {
-            "name": name,
-            "bar": bar,
-            "rounds": ratios_of(seconds, name, WAYS[0]),
-            "passed": statistics.median(ratios_of(seconds, name, WAYS[0])) <= bar,
-        }
-        for name, bar in BARS.items()
+        ratio_verdict(name, bar, ratios_of(seconds, name, WAYS[0])) for name, bar in BARS.items()
     ]
     text = report(ways, seconds, verdicts, facts)
     batches = {name: way["global_batch"] for name, way in ways.items()}

@@ -31,6 +31,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratio_verdict,
     ratios_of,
     row,
     spread,
@@ -104,8 +105,7 @@ def judge(results: dict, frameworks: list[str]) -> list[dict]:
             for other in frameworks[1:]:
                 ratios = ratios_of(times, "tfdist", other)
                 name = f"{MODELS[model].title}, {FIRST.get(what, what)}: tfdist / {other}"
-                passed = statistics.median(ratios) <= bar
-                verdicts.append({"name": name, "bar": bar, "rounds": ratios, "passed": passed})
+                verdicts.append(ratio_verdict(name, bar, ratios))
     return verdicts
 
 

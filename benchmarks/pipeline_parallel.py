@@ -18,10 +18,9 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 
-from common.processes import ProcessFailed, run_main
+from common.processes import run_main, run_python
 from common.report import (
     add_options,
     begin,
@@ -54,21 +53,9 @@ MEMORY = {
 
 def measure(timeout: float, **order: object) -> list[float]:
     """Return the figures that a process of its own measures."""
-    words = ", ".join(map(str, order.values()))
-    try:
-        done = subprocess.run(
-            [sys.executable, str(WORKER), json.dumps(order)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProcessFailed(
-            f"{words} took more than {timeout:g} s; --timeout allows more"
-        ) from None
-    if done.returncode:
-        raise ProcessFailed(f"{words} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    what = ", ".join(map(str, order.values()))
+    printed = run_python([str(WORKER), json.dumps(order)], timeout, what)
+    return json.loads(printed.splitlines()[-1])
 
 
 def theory(schedule: str, microbatches: int) -> float:

@@ -28,6 +28,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratio_verdict,
     ratios_of,
     row,
     spread,
@@ -97,10 +98,7 @@ def judge(results: dict, starts: dict) -> list[dict]:
             found.append((name, bar, ratios_of(result["seconds"][what]["Adam"], *UPDATES)))
     for network, times in starts.items():
         found.append((f"{network}: first step", 1.0, ratios_of(times, *UPDATES)))
-    return [
-        {"name": name, "bar": bar, "rounds": ratios, "passed": statistics.median(ratios) <= bar}
-        for name, bar, ratios in found
-    ]
+    return [ratio_verdict(*each) for each in found]
 
 
 def report(results: dict, starts: dict, verdicts: list[dict], facts: dict) -> str:

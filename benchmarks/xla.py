@@ -26,6 +26,7 @@ from common.report import (
     fill_options,
     heading,
     ratio_rows,
+    ratio_verdict,
     ratios_of,
     row,
     spread,
@@ -83,9 +84,7 @@ def judge(results: dict[str, dict[int, dict]]) -> list[dict]:
     for network, bar in BARS.items():
         for replicas, result in results.get(network, {}).items():
             ratios = ratios_of(result["seconds"]["cpu"], "xla", "off")
-            passed = statistics.median(ratios) <= bar
-            name = f"{network}, replicas: {replicas}"
-            verdicts.append({"name": name, "bar": bar, "rounds": ratios, "passed": passed})
+            verdicts.append(ratio_verdict(f"{network}, replicas: {replicas}", bar, ratios))
     return verdicts
 
 

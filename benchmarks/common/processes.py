@@ -10,11 +10,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 
@@ -126,6 +127,28 @@ class Processes:
             if log.exists()
         ]
         return ProcessFailed("\n".join([f"{self.name}, asked to {task}: {reason}", *outputs]))
+
+
+def run_python(words: Sequence[str], timeout: float, what: str) -> str:
+    """Return what a Python process of its own prints to its standard output.
+
+    Args:
+        words: Arguments of Python.
+        timeout: Seconds that it may take.
+        what: Description of the process, for messages.
+
+    Raises:
+        ProcessFailed: If it fails or takes too long; the message has the end of its errors.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise ProcessFailed(f"{what} took more than {timeout:g} s; --timeout allows more") from None
+    if done.returncode:
+        raise ProcessFailed(f"{what} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
 
 
 def run_main(main: Callable[[list[str]], int]) -> NoReturn:

@@ -85,11 +85,17 @@ def verdict_rows(verdicts: list[dict]) -> list[str]:
     return rows
 
 
+def ratio_verdict(name: str, bar: float, ratios: list[float]) -> dict:
+    """Return how the median of ratios over the rounds meets its bar, the most that it may be."""
+    passed = statistics.median(ratios) <= bar
+    return {"name": name, "bar": bar, "rounds": ratios, "passed": passed}
+
+
 def ratio_rows(verdicts: list[dict], title: str) -> list[str]:
     """Return a table of the bars on ratios, with the medians over the rounds.
 
     Args:
-        verdicts: Bars, each with its ratios as "rounds".
+        verdicts: Bars, as from `ratio_verdict`.
         title: What the ratios are of.
     """
     rows = table(title, "median", "bar", "")
