@@ -287,7 +287,7 @@ def _serve(
         if middle == 0:
             if os.fork() == 0:
                 job = json.loads(text)
-                if job.pop("session"):
+                if job["session"]:
                     os.setsid()  # before the caller knows the process, whose group it may end
                 os.write(writing, str(os.getpid()).encode())
                 return job, files
@@ -316,6 +316,7 @@ def _serve_command(listener: socket.socket) -> tuple[dict, list[int]] | None:
     fits = Server(client, os.environ).fits(job["environ"])
     child = os.fork() if fits else 0
     if fits and child == 0:
+        os.setsid()
         return job, files
     if not fits:
         client.send(b"no")
@@ -336,7 +337,7 @@ own = os.path.basename(sys.argv[0])
 words = [{python!r}, *(["-m", "tfdist"] if own == "tfdist" else []), *sys.argv[1:]]
 answer = "no"
 if len(words) > 1 and (words[1] in ("-m", "-c") or words[1].endswith(".py")):
-    job = {{"command": words, "environ": dict(os.environ), "cwd": os.getcwd(), "session": True}}
+    job = {{"command": words, "environ": dict(os.environ), "cwd": os.getcwd()}}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect({address!r})
         socket.send_fds(server, [json.dumps(job).encode()], [0, 1, 2])
@@ -377,8 +378,6 @@ def become(job: dict, files: list[int]) -> None:
     for namespace in files[3:]:
         if _libc.setns(namespace, 0):
             raise OSError(ctypes.get_errno(), "setns")
-    if job.get("session"):
-        os.setsid()
     for number, descriptor in enumerate(files[:3]):
         os.dup2(descriptor, number)
     os.closerange(3, 4096)
