@@ -1,7 +1,7 @@
 """Build wheel and sdist, install each where this clone is not seen, and use it as a user would.
 
 `make dist-check` runs this. It needs a package index, and a few minutes: TensorFlow is installed
-three times. `--keep` leaves the built files in dist/, with sbom.json, the wheel's bill of materials
+twice. `--keep` leaves the built files in dist/, with sbom.json, the wheel's bill of materials
 (CycloneDX).
 """
 
@@ -24,6 +24,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INSTALL_S = 1200
 COMMAND_S = 300
+SBOM = "sbom.json"
 # What has no place in a wheel: sources of the library that it has compiled.
 SOURCES = (".cc", ".h")
 
@@ -39,11 +40,11 @@ def main(argv: list[str]) -> int:
         artefacts = build(directory)
         for artefact in artefacts:
             use(artefact, directory / artefact.suffix.strip("."))
-        sbom = list_materials(artefacts[0], directory)
+            if keep:
+                (ROOT / "dist").mkdir(exist_ok=True)
+                shutil.copy(artefact, ROOT / "dist")
         if keep:
-            (ROOT / "dist").mkdir(exist_ok=True)
-            for path in (*artefacts, sbom):
-                shutil.copy(path, ROOT / "dist")
+            shutil.copy(directory / "whl" / SBOM, ROOT / "dist")
     except Failed as error:
         print(f"dist-check: {error}\nIts files are in {directory}.", file=sys.stderr)
         return 1
@@ -149,7 +150,9 @@ def use(artefact: pathlib.Path, directory: pathlib.Path) -> None:
     """Install an artefact in an environment of its own, and use it."""
     print(f"dist-check: {artefact.name}", flush=True)
     bin_ = environment(directory / "venv")
-    install(bin_, f"{artefact}[digits]", "pytest")
+    install(bin_, str(artefact))
+    list_materials(bin_, directory / SBOM, directory.parent / "tools" / "bin")
+    install(bin_, "tfdist[digits]", "pytest")  # tfdist itself is there already
     work = directory / "work"
     work.mkdir()
     python, tfdist = bin_ / "python", bin_ / "tfdist"
@@ -172,18 +175,13 @@ def use(artefact: pathlib.Path, directory: pathlib.Path) -> None:
         raise Failed("tfdist train --config=digits wrote no summary.json")
 
 
-def list_materials(wheel: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Write the bill of materials of a wheel: what pip installs with it, by versions."""
-    bin_ = environment(directory / "materials")
-    install(bin_, str(wheel))
-    path = directory / "sbom.json"
-    tool = directory / "tools" / "bin" / "cyclonedx-py"
+def list_materials(bin_: pathlib.Path, path: pathlib.Path, tools: pathlib.Path) -> None:
+    """Write the bill of materials of an environment: what pip has installed, by versions."""
     words = ("environment", "--output-reproducible", "-o", path, bin_ / "python")
-    run(tool, *words, cwd=directory)
+    run(tools / "cyclonedx-py", *words, cwd=path.parent)
     names = {part["name"] for part in json.loads(path.read_text())["components"]}
     if not {"tfdist", "tensorflow", "keras"} <= names:
         raise Failed(f"{path.name} lacks tfdist, tensorflow or keras: {', '.join(sorted(names))}")
-    return path
 
 
 if __name__ == "__main__":
