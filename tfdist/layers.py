@@ -146,8 +146,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received "
                 f"{shards}."
             )
-        # Function from a table in one weight and ids `[n]` to rows; `fsdp` replaces it.
-        self.look_up: Callable[[keras.Variable, tf.Tensor], tf.Tensor] = _gather
+        # Function from the shards and ids `[n]` to rows; `fsdp` replaces it.
+        self.look_up: Callable[[list, tf.Tensor], tf.Tensor] = _look_up
         self.supports_masking = mask_zero
         self.autocast = False  # float ids stay as they are: bfloat16 would round 257 to 256
         self.supports_jit = shards in (None, 1)  # XLA needs to know how many rows each shard gives
@@ -189,12 +189,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
         with tf.control_dependencies([self._check_range(ids)]):
-            flat = tf.reshape(ids, [-1])
-            rows = (
-                self.look_up(self._parts[0], flat)
-                if self.shards == 1
-                else _lookup([part.value for part in self._parts], flat)
-            )
+            rows = self.look_up(self._parts, tf.reshape(ids, [-1]))
         rows = tf.reshape(
             tf.cast(rows, self.compute_dtype), tf.concat([tf.shape(ids), [self.output_dim]], 0)
         )
@@ -302,22 +297,21 @@ ShardedEmbedding.__name__ = keras.layers.Embedding.__name__
 
 
 # --- Lookup ---------------------------------------------------------------------------------------
-def _gather(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
-    return tf.gather(table.value, ids)
-
-
-def _lookup(parts: list, ids: tf.Tensor) -> tf.Tensor:
+def _look_up(parts: list[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
     """Return rows `[n, output_dim]` for ids `[n]`.
 
     Each row is read, and updated, on the device of its shard.
     """
+    if len(parts) == 1:
+        return tf.gather(parts[0].value, ids)
     distinct, position = tf.unique(ids)
     owner = tf.cast(distinct % len(parts), tf.int32)
     row_indices = tf.dynamic_partition(distinct // len(parts), owner, len(parts))
     positions = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
     return _repeat(
         tf.dynamic_stitch(
-            positions, [tf.gather(part, i) for part, i in zip(parts, row_indices, strict=True)]
+            positions,
+            [tf.gather(part.value, i) for part, i in zip(parts, row_indices, strict=True)],
         ),
         position,
     )

@@ -117,7 +117,7 @@ class Data:
         tail: Treatment in training of the last examples if they do not fill a batch: "partial",
             "pad" or "drop".
         classes: Classes to use, by numbers, ranges and names with commas, "0:100,217"; their labels
-            are numbered anew, from 0. A range ends before its second number. None: all.
+            are renumbered from 0. A range ends before its second number. None: all.
         image_size: Height and width to resize images to, in pixels; None: all images already have
             one size.
         image_options: Options of `tfdist.data.transforms.images` for training and evaluation, such

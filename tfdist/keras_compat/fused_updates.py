@@ -255,7 +255,7 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     if slots is None:
         return False
     (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
-    of_both = {
+    arguments = {
         "var": variable.handle,
         "accum": slots[0],
         "lr": rate,
@@ -264,10 +264,10 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     }
     if isinstance(gradient, tf.IndexedSlices):  # without duplicates: `merge_duplicates`
         tf.raw_ops.ResourceSparseApplyAdagradV2(
-            **of_both, grad=tf.cast(gradient.values, tf.float32), indices=gradient.indices
+            **arguments, grad=tf.cast(gradient.values, tf.float32), indices=gradient.indices
         )
     else:
-        tf.raw_ops.ResourceApplyAdagradV2(**of_both, grad=tf.cast(gradient, tf.float32))
+        tf.raw_ops.ResourceApplyAdagradV2(**arguments, grad=tf.cast(gradient, tf.float32))
     return True
 
 

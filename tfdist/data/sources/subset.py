@@ -1,4 +1,4 @@
-"""Subset of a source: the examples of some classes, with labels numbered anew."""
+"""Subset of a source: the examples of some classes, with renumbered labels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def of_classes(source: Source, classes: str) -> Source:
         number_table = tf.constant(examples, tf.int64)
         label_table = tf.constant(labels)
 
-    def of(function: Callable[..., Any] | None, labelled: bool = True) -> Any:
+    def renumbered(function: Callable[..., Any] | None, labelled: bool = True) -> Any:
         """Return a function of the new numbers, whose result has the new label."""
         if function is None:
             return None
@@ -75,11 +75,11 @@ def of_classes(source: Source, classes: str) -> Source:
         cardinality=len(examples),
         classes=len(chosen),
         class_names=None if names is None else tuple(names[number] for number in chosen),
-        gather=of(source.gather),
-        read=of(source.read),
-        assemble=of(source.assemble),
-        raw=of(source.raw, labelled=False),
-        describe=of(source.describe, labelled=False),
+        gather=renumbered(source.gather),
+        read=renumbered(source.read),
+        assemble=renumbered(source.assemble),
+        raw=renumbered(source.raw, labelled=False),
+        describe=renumbered(source.describe, labelled=False),
         labels=lambda: labels,
     )
 

@@ -233,18 +233,18 @@ class FSDP(Store):
                 [variable], f"{name} read {reads[name]}", [], variable.dtype
             )[0]
 
-    def _look_up(self, default: Callable, table: Sharded, ids: tf.Tensor) -> tf.Tensor:
-        """Return rows of a table; within a step, the table stays in its parts."""
+    def _look_up(self, default: Callable, tables: list[Sharded], ids: tf.Tensor) -> tf.Tensor:
+        """Return rows of the one table; within a step, no replica gathers it."""
         if (
             self.group.size == 1
-            or have_values([table])
+            or have_values(tables)
             or tf.executing_eagerly()
             or not (self.scoped and self.in_step())
         ):
-            return default(table, ids)
+            return default(tables, ids)
         self.check_xla(self._model)
         return fsdp_lookup.rows(
-            self, table, ids, lambda: global_norm.scale(self.policy, self.group.size)
+            self, tables[0], ids, lambda: global_norm.scale(self.policy, self.group.size)
         )
 
     def update(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from tfdist.keras_compat.parallel import Sharded, freed_with_graph, own_copy
-from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.replica_weight import Weight, weighted
 from tfdist.parallel.sharding.sharded_variables import Store
 
@@ -32,7 +31,8 @@ def rows(store: Store, table: Sharded, ids: tf.Tensor, scale: Callable[[], Weigh
     context = tf.distribute.get_replica_context()
     rank = store.group.rank
     width = table.tfdist_shape[1]
-    part_length = flat_shards.length(flat_shards.elements(table.tfdist_shape), store.group.size)
+    part = own_copy(table)
+    part_length = part.shape[0]
     all_ids = context.all_gather(tf.cast(ids, tf.int64), axis=0)
     counts = context.all_gather(tf.shape(ids), axis=0)
     first = tf.reduce_sum(counts[:rank])
@@ -43,7 +43,7 @@ def rows(store: Store, table: Sharded, ids: tf.Tensor, scale: Callable[[], Weigh
     @tf.custom_gradient
     def look_up(part):
         found = tf.gather(part, tf.where(is_own, positions, 0))
-        with _without_warnings():
+        with _without_packing_warning():
             whole = context.all_reduce(
                 tf.distribute.ReduceOp.SUM, tf.where(is_own, found, tf.zeros([], part.dtype))
             )
@@ -58,11 +58,11 @@ def rows(store: Store, table: Sharded, ids: tf.Tensor, scale: Callable[[], Weigh
 
         return tf.identity(whole[first : first + tf.shape(ids)[0]]), grad
 
-    return freed_with_graph([look_up(own_copy(table))])[0]
+    return freed_with_graph([look_up(part)])[0]
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def _without_packing_warning() -> Iterator[None]:
     """Hide that TensorFlow does not pack a tensor whose number of rows it does not know."""
 
     def passes(record) -> bool:

@@ -1,4 +1,4 @@
-"""Test that a source can be limited to some classes, whose labels are numbered anew."""
+"""Test that a source can be limited to some classes, whose labels are renumbered."""
 
 import dataclasses
 
