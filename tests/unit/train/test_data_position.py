@@ -97,10 +97,7 @@ def test_resumed_fit_reads_what_is_left(model, tmp_path, case):
     def fit(directory, *callbacks):
         own = model()
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=save_freq)
-        try:
-            history = own.fit(make(), verbose=0, callbacks=[backup, *callbacks], **arguments)
-        finally:
-            backup._finish()
+        history = own.fit(make(), verbose=0, callbacks=[backup, *callbacks], **arguments)
         return history.history, own.get_weights(), int(own.optimizer.iterations.numpy())
 
     whole = fit("whole")
@@ -119,20 +116,17 @@ def test_arrays_resume_without_a_strategy(tmp_path):
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
         model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=4)
-        try:
-            return model.fit(
-                X,
-                Y,
-                sample_weight=np.arange(len(X)),
-                batch_size=4,
-                epochs=2,
-                shuffle=False,
-                validation_split=0.25,
-                verbose=0,
-                callbacks=[backup, *callbacks],
-            ).history, model.get_weights()
-        finally:
-            backup._finish()
+        return model.fit(
+            X,
+            Y,
+            sample_weight=np.arange(len(X)),
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            validation_split=0.25,
+            verbose=0,
+            callbacks=[backup, *callbacks],
+        ).history, model.get_weights()
 
     whole, weights = fit("whole")
     with pytest.raises(Stop):
@@ -151,12 +145,9 @@ def test_a_strategy_of_tensorflow_restarts_an_epoch_in_its_order(tmp_path, caplo
             model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
             model.compile("sgd", metrics=[first_row], loss="mse", jit_compile=False)
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=4)
-        try:
-            return model.fit(
-                batches(), epochs=2, verbose=0, callbacks=[backup, *callbacks]
-            ).history["first_row"]
-        finally:
-            backup._finish()
+        return model.fit(batches(), epochs=2, verbose=0, callbacks=[backup, *callbacks]).history[
+            "first_row"
+        ]
 
     whole = fit("whole")
     with pytest.raises(Stop):
@@ -175,10 +166,7 @@ def test_metrics_that_the_snapshot_does_not_have_are_refused(tmp_path):
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
         model.compile("sgd", "mse", metrics=metrics, jit_compile=False)
         backup = tfdist.BackupAndRestore(tmp_path, save_freq=2)
-        try:
-            model.fit(batches(), verbose=0, callbacks=[backup, *callbacks])
-        finally:
-            backup._finish()
+        model.fit(batches(), verbose=0, callbacks=[backup, *callbacks])
 
     with pytest.raises(Stop):
         fit(["mae"], Interrupts(4))

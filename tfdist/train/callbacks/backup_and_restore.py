@@ -229,10 +229,15 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._save_requested = True
 
     def release(self) -> None:
-        """Stop listening for signals, when the `fit` is over or has failed.
+        """Wait for the snapshot that is being written, and stop listening for signals.
 
-        An engine calls this.
+        An engine calls this when the `fit` is over or has failed. If it has failed, an error of the
+        snapshot is logged, so that it does not hide the cause.
         """
+        try:
+            self._finish()
+        except Exception as error:
+            logging.error("%s: the last snapshot was not written: %s", self.backup_dir, error)
         self._listening.close()
         self._suspended.end()
 
@@ -241,7 +246,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
         From then on the chief is the directory's only writer.
         """
-        self._finish()  # an earlier fit may have failed during a save
         self._launched = Launched.from_environ()
         with time_account().during("restore"):
             self._end_memory()

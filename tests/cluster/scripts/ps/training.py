@@ -463,12 +463,9 @@ def order_of_a_data_pipeline_after_a_resume(strategy):
         def fit(callback, make=make, directory=directory):
             model = compiled(strategy, one_weight, sgd(0.0), mean_label, metrics=[])
             saves = tfdist.BackupAndRestore(directory)
-            try:
-                return model.fit(make(), epochs=4, verbose=0, callbacks=[saves, callback]).history[
-                    "loss"
-                ]
-            finally:
-                saves._finish()
+            return model.fit(make(), epochs=4, verbose=0, callbacks=[saves, callback]).history[
+                "loss"
+            ]
 
         raises(KeyboardInterrupt, "", fit, Interrupt())
         same(fit(keras.callbacks.Callback()), dropped, 1e-5)

@@ -792,15 +792,12 @@ def test_a_resumed_pipeline_equals_an_uninterrupted_one(tmp_path):
     def train(directory, save_freq, *callbacks):
         state.into_model(first, model, "first")
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=save_freq)
-        try:
-            history = model.fit(
-                tfdist.data.pipeline((X, Y), 4, seed=1),
-                epochs=3,
-                verbose=0,
-                callbacks=[backup, *callbacks],
-            ).history
-        finally:
-            backup._finish()
+        history = model.fit(
+            tfdist.data.pipeline((X, Y), 4, seed=1),
+            epochs=3,
+            verbose=0,
+            callbacks=[backup, *callbacks],
+        ).history
         return history, state.of_model(model).arrays
 
     history, arrays = train("whole", "epoch")

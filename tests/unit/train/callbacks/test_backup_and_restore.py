@@ -158,7 +158,6 @@ def train(
     except Stop:
         ended = False
         history = model.history
-        saves._finish()
     return {
         "ended": ended,
         "history": history.history,
@@ -287,6 +286,35 @@ def test_fit_resumes_for_any_save_frequency(
     same(train(strategy, tmp_path / "cut", seed=5, **options), undisturbed(strategy))
 
 
+def test_a_fit_that_fails_waits_for_its_last_snapshot(one_device, tmp_path, monkeypatch, caplog):
+    write = Store.write
+
+    def slowly(store, snapshot):
+        time.sleep(0.3)
+        return write(store, snapshot)
+
+    monkeypatch.setattr(Store, "write", slowly)
+    assert not train(one_device, tmp_path, interrupt=(0, 5), save_freq=2)["ended"]
+    assert Store(tmp_path).newest().snapshot.facts["step"] == 4
+
+    def full(store, snapshot):
+        raise OSError("no space left")
+
+    def fills_the_disk(epoch, logs):
+        if epoch == 1:
+            monkeypatch.setattr(Store, "write", full)
+
+    fills = keras.callbacks.LambdaCallback(on_epoch_begin=fills_the_disk)
+    assert not train(
+        one_device,
+        tmp_path,
+        interrupt=(1, 3),
+        save_freq=2,
+        callbacks=lambda saves: [saves, fills],
+    )["ended"]
+    assert f"{tmp_path}: the last snapshot was not written: no space left" in caplog.text
+
+
 def test_a_clock_that_jumps_by_a_year_disturbs_nothing(
     one_device, undisturbed, tmp_path, monkeypatch
 ):
@@ -339,7 +367,6 @@ def test_csv_log_continues_after_a_resume(one_device, tmp_path):
         try:
             model.fit(DATA["pipeline"](), epochs=EPOCHS, verbose=0, callbacks=callbacks)
         except Stop:
-            callbacks[1]._finish()
             table.csv_file.close()
         with open(tmp_path / directory / "log.csv") as file:
             return [[float(x) for x in row.split(",")[:2]] for row in file.read().splitlines()[1:]]
