@@ -156,3 +156,21 @@ def test_imagenet_recipes_train_and_export(members, environ, tmp_path, layout):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 0 <= summary["metrics"]["accuracy"] <= summary["metrics"]["top5"] <= 1
     assert files_of_run(tmp_path / "run") == sorted([*RUN_FILES, "saved_model"])
+
+
+def test_recommender_has_equal_results_on_devices_and_workers(members, environ, tmp_path):
+    write = [str(ROOT / "examples" / "synthetic_criteo.py"), str(tmp_path), "--train=2000"]
+    members.start("lines", [PYTHON, *write, "--test=500"], **environ)
+    members.succeed(TIMEOUT_S)
+    files = [f"--{name}={tmp_path / name}.txt" for name in ("train", "test")]
+    command = [str(ROOT / "examples" / "recommender.py"), *files, "--rows=50", "--epochs=1"]
+    command.append(f"--records={tmp_path / 'records'}")
+    members.start("devices", [PYTHON, *command, "--devices=cpu:0,cpu:1"], **environ)
+    together = launch(members, environ, *command)
+    on_devices = re.findall(r"(?:loss:|test AUC) ([\d.]+)", members.log("devices"))
+    on_workers = re.findall(r"\[worker:0\] .*(?:loss:|test AUC) ([\d.]+)", together)
+    assert len(on_devices) == 2, members.logs()
+    assert [float(x) for x in on_workers] == pytest.approx([float(x) for x in on_devices], abs=1e-3)
+    tasks = ("--chief", "--workers", "1", "--ps", "1")
+    log = launch(members, environ, *command, "--strategy=parameter_server", tasks=tasks)
+    assert re.search(r"\[chief:0\] test AUC 0\.\d+", log), log
