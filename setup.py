@@ -54,6 +54,7 @@ TRANSPORT = Extension(
         f"{NATIVE}/{name}.cc"
         for name in (
             "communicator",
+            "hosts",
             "reduction",
             "shared_memory",
             "sockets",

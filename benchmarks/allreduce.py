@@ -1,7 +1,9 @@
-"""Measure all-reduces between processes of one host: TensorFlow's, tfdist's own, and gloo's.
+"""Measure all-reduces between processes: TensorFlow's, tfdist's own, and gloo's.
 
-    # 4 KB to 200 MB in 2 and 4 processes; writes benchmarks/reports/allreduce.{md,json}.
+    # 4 KB to 200 MB in 2 and 4 processes of a host; writes benchmarks/reports/allreduce.{md,json}.
     python benchmarks/allreduce.py
+    # 4 processes, as if on two hosts with 1 Gbit/s; writes benchmarks/reports/allreduce_hosts.*.
+    python benchmarks/allreduce.py --hosts
     # Small sizes, writes nothing.
     python benchmarks/allreduce.py --quick
 
@@ -11,17 +13,21 @@ The processes of all contenders are the same; contenders take turns in each roun
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
+import shutil
 import statistics
 import sys
 import tempfile
 
 from common.allreduce_worker import (
     COPY,
+    EACH_WITH_EACH,
     GLOO,
     IN_PLACE,
     RING,
     SHARED,
+    SHARED_ON_HOSTS,
     Job,
     contenders,
     serve,
@@ -34,6 +40,9 @@ from common.report import (
     cores,
     fill_options,
     heading,
+    ratio_rows,
+    ratio_verdict,
+    ratios_of,
     row,
     spread,
     table,
@@ -50,6 +59,15 @@ QUICK = (4_000, 2_800_000)
 SECONDS = 0.4  # of a contender's calls with one size, in a round
 LARGE = 12_000_000  # bytes from which the CPU time is compared with that of a copy
 COPIES = 1.3
+ON_HOSTS = (4_000, 64_000, 500_000, 2_800_000, 12_000_000, 50_000_000)
+SHARE = 0.6  # of the time between all processes, where those of each of two hosts share memory
+IN_NETWORK = (
+    "--in-network"  # in a network of its own, whose loopback device is as slow as a network
+)
+SLOW_NETWORK = (
+    "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms && "
+    'exec "$@"'
+)
 
 
 def measure(processes: int, args: argparse.Namespace) -> dict:
@@ -69,6 +87,7 @@ def measure(processes: int, args: argparse.Namespace) -> dict:
                         args.cores[rank % len(args.cores)],
                         port,
                         args.timeout,
+                        args.in_network,
                     ),
                 )
                 for rank in range(processes)
@@ -85,8 +104,8 @@ def measure(processes: int, args: argparse.Namespace) -> dict:
 
             for number in range(args.rounds):
                 for size in args.sizes:
-                    order = contenders() if number % 2 == 0 else contenders()[::-1]
-                    for contender in order:
+                    names = contenders(args.in_network)
+                    for contender in names if number % 2 == 0 else names[::-1]:
                         once = call(contender, size, 2)["wall"]
                         times = args.steps or max(3, min(1000, int(SECONDS / once)))
                         figures = call(contender, size, times)
@@ -167,29 +186,88 @@ def report(results: dict[int, dict], verdicts: list[dict], facts: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def wall_times(results: dict, size: int) -> dict[str, list[float]]:
+    """Return the rounds' wall times of a size in milliseconds, by contender."""
+    return {
+        contender: [1e3 * each["wall"] for each in results[contender, size]]
+        for contender in contenders(on_hosts=True)
+    }
+
+
+def judge_hosts(results: dict) -> list[dict]:
+    """Compare shared memory on two hosts with sockets alone, from 64 KB on."""
+    return [
+        ratio_verdict(
+            f"{size / 1e6:g} MB",
+            SHARE,
+            ratios_of(wall_times(results, size), SHARED_ON_HOSTS, EACH_WITH_EACH),
+        )
+        for size in ON_HOSTS[1:]
+        if (SHARED_ON_HOSTS, size) in results
+    ]
+
+
+def report_hosts(results: dict, verdicts: list[dict], facts: dict) -> str:
+    """Return the report of two hosts as Markdown."""
+    sizes = sorted({size for _, size in results})
+    lines = heading("All-reduce between two processes on each of two hosts", facts)
+    lines += [
+        "Sum of one float32 tensor, called through a `tf.function`, into new memory. The four",
+        "processes have a thread each and share two cores. Those of a host use memory or UNIX",
+        "sockets; all else goes through a loopback device that is limited to 1 Gbit/s in both",
+        "directions together. Milliseconds of wall time in the slowest process, median over the",
+        "rounds (min..max).",
+        "",
+        *table("wall ms", *(f"{size / 1e6:g} MB" for size in sizes)),
+    ]
+    for contender in contenders(on_hosts=True):
+        lines += row(
+            contender, *(spread(wall_times(results, size)[contender], ".3g") for size in sizes)
+        )
+    lines += ["", *ratio_rows(verdicts, f"{SHARED_ON_HOSTS}, over {EACH_WITH_EACH}")]
+    return "\n".join(lines) + "\n"
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--processes", nargs="+", type=int, choices=(2, 3, 4), default=[2, 4], help="default: 2 4"
     )
+    parser.add_argument(
+        "--hosts", action="store_true", help="4 processes, as if on two hosts; needs unshare and tc"
+    )
+    parser.add_argument(IN_NETWORK, action="store_true", help=argparse.SUPPRESS)
     add_options(parser, ROUNDS, "timed calls, default as many as take 0.4 s")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=3)
-    args.sizes = QUICK if args.quick else SIZES
+    args.sizes = QUICK if args.quick else ON_HOSTS if args.hosts else SIZES
+    if args.hosts:
+        args.processes = [4]
+        if missing := [name for name in ("unshare", "ip", "tc") if not shutil.which(name)]:
+            parser.error(f"--hosts: needs the programs {', '.join(missing)}")
     args.cores = cores(parser)
     return args
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    facts = begin("allreduce.py", argv, args.rounds, **ONE_THREAD)
+    if args.hosts and not args.in_network:
+        command = [sys.executable, __file__, *argv, IN_NETWORK]
+        names = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", SLOW_NETWORK, "sh"]
+        os.execvp(names[0], [*names, *command])
+    shown = [word for word in argv if word != IN_NETWORK]
+    facts = begin("allreduce.py", shown, args.rounds, **ONE_THREAD)
     results = {processes: measure(processes, args) for processes in args.processes}
-    verdicts = judge(results[2]) if 2 in results else []
     rows = [
         {"processes": processes, "contender": contender, "bytes": size, "rounds": figures}
         for processes, entry in results.items()
         for (contender, size), figures in entry.items()
     ]
+    if args.hosts:
+        verdicts = judge_hosts(results[4])
+        text = report_hosts(results[4], verdicts, facts)
+        return conclude(args, "allreduce_hosts", facts, verdicts, text, results=rows)
+    verdicts = judge(results[2]) if 2 in results else []
     text = report(results, verdicts, facts)
     return conclude(args, "allreduce", facts, verdicts, text, results=rows)
 

@@ -17,11 +17,18 @@ from tfdist import ClusterSpec
 
 SHARED = "native, shared memory"
 IN_PLACE = "native, shared memory, in place"
-NATIVE = {  # name: arguments of open_transport, and whether all processes seem to be one host
-    SHARED: ({}, True),
-    "native, UNIX sockets": ({"shared": False}, True),
-    "native, TCP": ({}, False),
-    "native in Python, UNIX sockets": ({"compiled": False}, True),
+# Name: arguments of open_transport, and on how many hosts the processes seem to be; 0: each on one.
+NATIVE: dict[str, tuple[dict[str, Any], int]] = {
+    SHARED: ({}, 1),
+    "native, UNIX sockets": ({"shared": False}, 1),
+    "native, TCP": ({}, 0),
+    "native in Python, UNIX sockets": ({"compiled": False}, 1),
+}
+SHARED_ON_HOSTS = "shared memory on each host, sockets between hosts"
+EACH_WITH_EACH = "sockets between all processes"
+ON_HOSTS: dict[str, tuple[dict[str, Any], int]] = {
+    SHARED_ON_HOSTS: ({}, 2),
+    EACH_WITH_EACH: ({"shared": False}, 2),
 }
 RING = "TensorFlow's ring"
 COPY = "copy of the tensor"
@@ -31,16 +38,22 @@ CONTENDERS = (COPY, IN_PLACE, *NATIVE, RING, GLOO)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Describe one process: its cluster and task, core, a port for gloo, and bounds of waits."""
+    """Describe one process: its cluster and task, core, a port for gloo, and bounds of waits.
+
+    With `on_hosts`, the processes seem to be on two hosts.
+    """
 
     cluster: ClusterSpec
     core: int
     port: int
     timeout: float
+    on_hosts: bool = False
 
 
-def contenders() -> tuple[str, ...]:
+def contenders(on_hosts: bool = False) -> tuple[str, ...]:
     """Return the implementations that are installed here."""
+    if on_hosts:
+        return tuple(ON_HOSTS)
     return CONTENDERS if importlib.util.find_spec("torch") else CONTENDERS[:-1]
 
 
@@ -68,9 +81,10 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], dict[str, float]]]:
     addresses = [task.address for task in job.cluster.training_tasks]
     host_identity = connections.host_identity
 
-    def transport(options: dict[str, Any], one_host: bool):
-        own = bytes([placement.rank]) * len(host_identity())
-        connections.host_identity = host_identity if one_host else lambda: own
+    def transport(options: dict[str, Any], hosts: int):
+        per_host = placement.workers // hosts if hosts else 1
+        own = bytes([placement.rank // per_host]) * len(host_identity())
+        connections.host_identity = lambda: own
         return open_transport(
             placement.rank,
             addresses,
@@ -81,10 +95,11 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], dict[str, float]]]:
             **options,
         )
 
-    transports = {name: transport(*how) for name, how in NATIVE.items()}
+    native = ON_HOSTS if job.on_hosts else NATIVE
+    transports = {name: transport(*how) for name, how in native.items()}
     engine.use_transport(None)
     group = tfdist.parallel.Group.of(strategy, "benchmark")
-    gloo = _gloo(job, placement) if GLOO in contenders() else None
+    gloo = _gloo(job, placement) if GLOO in contenders(job.on_hosts) else None
 
     @functools.cache
     def tensor(count: int) -> tf.Tensor:

@@ -7,8 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from tests.cluster.scripts.native import CASES, QUICK
-from tests.processes import PYTHON, ROOT, environment
+import tfdist
+from tests.cluster.scripts.native import CASES, QUICK, fitted
+from tests.networks import network
+from tests.processes import PYTHON, ROOT, environment, group
+from tfdist import ClusterSpec
 from tfdist.parallel.collectives.native import library
 
 TIMEOUT_S = 300  # about 40 on an idle machine of 2 cores
@@ -69,3 +72,31 @@ def test_killed_workers_resume_as_if_nothing_had_happened(results):
         assert resumed_history["loss"][-1:] == history["loss"][-1:]
         for a, b in zip(weights, resumed, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_two_workers_on_each_of_two_hosts_train_as_one_device_does(tmp_path):
+    if library.load() is None:
+        pytest.skip("the compiled library is missing: install a C++ compiler, and tfdist again")
+    with network(2) as hosts, group(tmp_path) as members:
+        cluster = ClusterSpec(
+            {"worker": [f"{hosts.address(1 + rank // 2)}:{20001 + rank}" for rank in range(4)]}
+        )
+        for rank in range(4):
+            command = ["-m", "tests.cluster.scripts.native_hosts", str(tmp_path / f"{rank}.pickle")]
+            members.start(
+                f"worker-{rank}",
+                [*hosts.prefix(1 + rank // 2), PYTHON, *command],
+                TF_CONFIG=cluster.for_task("worker", rank).to_tf_config(),
+                TFDIST_TASK_SECRET="0123456789abcdef0123456789abcdef",
+                PYTHONPATH=str(ROOT),
+            )
+        members.succeed(TIMEOUT_S)
+    first, *others = [pickle.loads((tmp_path / f"{i}.pickle").read_bytes()) for i in range(4)]
+    assert first["kind"] == "shared memory on each host, sockets between hosts"
+    history, weights = fitted(tfdist.make_strategy("one_device", devices="cpu"))
+    for case in first.keys() - {"kind"}:
+        np.testing.assert_allclose(first[case][0]["loss"], history["loss"], rtol=1e-5)
+        for index, expected in enumerate(weights):
+            np.testing.assert_allclose(first[case][1][index], expected, rtol=1e-4, atol=1e-5)
+            for other in others:
+                np.testing.assert_array_equal(other[case][1][index], first[case][1][index])

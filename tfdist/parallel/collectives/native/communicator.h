@@ -1,4 +1,4 @@
-// What the communicators over shared memory and over sockets have in common.
+// Processes that are connected, and exchanges among them.
 #ifndef TFDIST_COMMUNICATOR_H_
 #define TFDIST_COMMUNICATOR_H_
 
@@ -31,6 +31,7 @@ struct Header {
 
 struct Call {
   Header header;
+  int collective = 0;  // what an exchange does; the header may say what the whole call is
   Spans input;
   Spans output;
 };
@@ -40,21 +41,11 @@ struct Failure {
   std::string message;
 };
 
-class Communicator {
+// The connections to all processes of a job.
+class Peers {
  public:
-  Communicator(int rank, int size, const int* sockets, const char* const* names, double timeout);
-  virtual ~Communicator();
-
-  // Runs one call at a time. Returns whether it succeeded; else `error` says why.
-  bool Run(Call* call, std::string* error);
-
-  void Abort(const std::string& message);
-  std::vector<int> WaitingFor() const;
-  int size() const { return size_; }
-
- protected:
-  // Runs a call; throws Failure.
-  virtual void Execute(Call& call) = 0;
+  Peers(int rank, int size, const int* sockets, const char* const* names, double timeout);
+  ~Peers();
 
   // Throws unless a peer has made the same call.
   void Compare(const Header& own, const Header& other, int peer) const;
@@ -63,25 +54,63 @@ class Communicator {
   // Throws the failure for a peer that has closed its connection.
   [[noreturn]] void ThrowLost(int peer) const;
   bool IsClosed(int peer) const;
+  // Tells all peers that this process sends nothing more. What has been sent still arrives.
+  void CloseSending() const;
 
-  const std::string& name(int rank) const { return names_[rank]; }
+  void Abort(const std::string& message);
+  void CheckAbort() const;  // throws after Abort
 
-  const int rank_;
-  const int size_;
-  std::vector<int> sockets_;  // by rank; -1 for the own one
-  std::unique_ptr<std::atomic<bool>[]> waits_for_;
+  void SetWaitsFor(int peer, bool waits) { waits_for_[peer] = waits; }
+  void ClearWaits();
+  std::vector<int> WaitingFor() const;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(sockets_.size()); }
+  int socket(int peer) const { return sockets_[peer]; }
 
  private:
-  std::string AbortMessage() const;
-
-  std::vector<std::string> names_;
+  const int rank_;
+  const std::vector<int> sockets_;  // by rank; -1 for the own one
+  const std::vector<std::string> names_;
   const double timeout_;
-  uint64_t sequence_ = 0;
-  std::string broken_;  // message of the first failure
-  std::mutex running_;  // held during a call
+  const std::unique_ptr<std::atomic<bool>[]> waits_for_;
   std::atomic<bool> aborted_{false};
   mutable std::mutex abort_mutex_;
   std::string abort_message_;
+};
+
+// A way to run collectives among some processes, its members, which are numbered in their order.
+class Exchange {
+ public:
+  Exchange(Peers* peers, std::vector<int> members);
+  virtual ~Exchange() = default;
+
+  // Runs a call; throws Failure.
+  virtual void Run(const Call& call) = 0;
+
+ protected:
+  Peers* const peers_;
+  const std::vector<int> members_;  // ranks
+  const int size_;                  // of the members
+  int own_ = 0;                     // number of this process among them
+};
+
+class Communicator {
+ public:
+  Communicator(std::unique_ptr<Peers> peers, std::unique_ptr<Exchange> exchange)
+      : peers_(std::move(peers)), exchange_(std::move(exchange)) {}
+
+  // Runs one call at a time. Returns whether it succeeded; else `error` says why.
+  bool Run(Call* call, std::string* error);
+
+  Peers* peers() { return peers_.get(); }
+
+ private:
+  const std::unique_ptr<Peers> peers_;
+  const std::unique_ptr<Exchange> exchange_;
+  uint64_t sequence_ = 0;
+  std::string broken_;  // message of the first failure
+  std::mutex running_;  // held during a call
 };
 
 // Number of bytes before part `rank` of `bytes` bytes that are divided among `size` processes.
@@ -89,12 +118,16 @@ inline size_t PartBegin(size_t bytes, size_t width, int rank, int size) {
   return bytes / width * rank / size * width;
 }
 
+constexpr size_t kWholeBytes = 16 << 10;  // up to here, all members compute the whole sum
+
 size_t SharedBytes(int size);
-std::unique_ptr<Communicator> MakeSharedMemoryCommunicator(int rank, int size, const int* sockets,
-                                                           int memory, const char* const* names,
-                                                           double timeout);
-std::unique_ptr<Communicator> MakeSocketCommunicator(int rank, int size, const int* sockets,
-                                                     const char* const* names, double timeout);
+// Returns nullptr if the memory cannot be mapped.
+std::unique_ptr<Exchange> MakeSharedMemoryExchange(Peers* peers, std::vector<int> members,
+                                                   int memory);
+std::unique_ptr<Exchange> MakeSocketExchange(Peers* peers, std::vector<int> members);
+// Each host has equally many processes, which share memory; `hosts` are their ranks.
+std::unique_ptr<Exchange> MakeHostsExchange(Peers* peers, std::vector<std::vector<int>> hosts,
+                                            int memory);
 
 // Seconds of a clock that only goes forward.
 double Now();

@@ -59,6 +59,14 @@ class Endpoints:
     hosts: tuple[bytes, ...]
     facts: tuple[int, ...]
 
+    @property
+    def by_host(self) -> list[list[int]]:
+        """Return the ranks of each host, that of the first rank first."""
+        ranks: dict[bytes, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            ranks.setdefault(host, []).append(rank)
+        return list(ranks.values())
+
 
 def meet(gather: Gather, fact: int = 0) -> Endpoints:
     """Exchange identities with all workers.
@@ -148,20 +156,45 @@ def connect(
 
 
 def share_memory(
-    rank: int, sockets: Sequence[socket.socket | None], size: int, timeout: float
+    rank: int,
+    endpoints: Endpoints,
+    sockets: Sequence[socket.socket | None],
+    size: Callable[[int], int],
+    gather: Gather,
+    timeout: float,
 ) -> int | None:
-    """Return the descriptor of memory that all workers share; None if there is none.
+    """Return the descriptor of memory that the workers of this host share, or None.
 
-    The memory has no name. The first worker makes it, and passes the descriptor through the UNIX
-    sockets.
+    Workers share memory if all hosts have equally many of them, and more than one. The memory has
+    no name. The first worker of a host makes it, and passes the descriptor through the UNIX
+    sockets. All hosts have such memory, or none has.
 
     Args:
         rank: Rank of this worker.
-        sockets: Result of `connect`, all of one host.
-        size: Bytes of memory.
-        timeout: Seconds to wait for the first worker.
+        endpoints: Result of `meet`.
+        sockets: Result of `connect`.
+        size: Function that returns the bytes of memory for so many workers.
+        gather: Function as for `meet`, called if the workers are on several hosts.
+        timeout: Seconds to wait for the first worker of this host.
     """
-    if rank == 0:
+    hosts = endpoints.by_host
+    [ranks] = [ranks for ranks in hosts if rank in ranks]
+    if len(ranks) == 1 or any(len(others) != len(ranks) for others in hosts):
+        return None
+    peers = [sockets[r] for r in ranks]
+    descriptor = _share_on_host(ranks.index(rank), peers, size(len(ranks)), timeout)
+    if len(hosts) > 1 and not gather(np.array([descriptor is not None], np.float64)).all():
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _share_on_host(
+    number: int, sockets: Sequence[socket.socket | None], size: int, timeout: float
+) -> int | None:
+    """Return the descriptor of a host's memory, for one of its workers by its number there."""
+    if number == 0:
         descriptor = None
         with contextlib.suppress(OSError):
             descriptor = os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

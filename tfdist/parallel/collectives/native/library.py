@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 
 # What the library must say of itself. One from an older build of the package is not used.
-VERSION = 1
+VERSION = 2
 ALL_REDUCE = 0
 REDUCE_SCATTER = 1
 ALL_GATHER = 2
@@ -59,6 +59,7 @@ def load() -> ctypes.CDLL | None:
     library.tfdist_open.argtypes = [
         ctypes.c_int,
         ctypes.c_int,
+        ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_int,
         ctypes.c_void_p,
@@ -105,7 +106,7 @@ def operations() -> ModuleType | None:
 
 
 def shared_bytes(size: int) -> int:
-    """Return the bytes of memory that `size` processes share."""
+    """Return the bytes of memory that `size` processes of a host share."""
     library = load()
     assert library is not None
     return library.tfdist_shared_bytes(size)
@@ -119,7 +120,8 @@ class CompiledExchange:
         sockets: Connected socket of each rank, which this object takes over; None for its own.
         names: Name of each rank, for messages.
         timeout: Seconds that a call waits without progress.
-        memory: Descriptor of memory that all processes share, or None.
+        memory: Descriptor of memory that the processes of this host share, or None.
+        hosts: Ranks of each host; if there is memory, equally many for each. None: one host.
 
     Attributes:
         number: Number of the communicator in the library.
@@ -132,17 +134,23 @@ class CompiledExchange:
         names: Sequence[str],
         timeout: float,
         memory: int | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
     ):
         library = load()
         assert library is not None
         self._library = library
         self.size = len(names)
         self.rank = rank
+        host_of = [0] * self.size
+        for host, ranks in enumerate(hosts or ()):
+            for each in ranks:
+                host_of[each] = host
         numbers = [-1 if s is None else s.detach() for s in sockets]
         self.number = library.tfdist_open(
             rank,
             self.size,
             (ctypes.c_int * self.size)(*numbers),
+            (ctypes.c_int * self.size)(*host_of),
             -1 if memory is None else memory,
             (ctypes.c_char_p * self.size)(*(name.encode() for name in names)),
             timeout if timeout < 1e9 else 0.0,

@@ -31,8 +31,7 @@ namespace {
 
 constexpr size_t kSlotBytes = 128 << 10;
 constexpr uint32_t kSlots = 8;
-constexpr int kSpins = 2000;              // looks at a counter, some 50 us, before the process sleeps
-constexpr size_t kWholeBytes = 16 << 10;  // up to here, all processes compute the whole sum
+constexpr int kSpins = 2000;  // looks at a counter, some 50 us, before the process sleeps
 constexpr size_t kPage = 4096;
 
 using Counter = std::atomic<uint32_t>;
@@ -62,28 +61,26 @@ inline void Pause() {
 #endif
 }
 
-class SharedMemoryCommunicator : public Communicator {
+class SharedMemoryExchange : public Exchange {
  public:
-  SharedMemoryCommunicator(int rank, int size, const int* sockets, char* memory,
-                           const char* const* names, double timeout)
-      : Communicator(rank, size, sockets, names, timeout), memory_(memory) {}
+  SharedMemoryExchange(Peers* peers, std::vector<int> members, char* memory)
+      : Exchange(peers, std::move(members)), memory_(memory) {}
 
-  ~SharedMemoryCommunicator() override { munmap(memory_, SharedBytes(size_)); }
+  ~SharedMemoryExchange() override { munmap(memory_, SharedBytes(size_)); }
 
- protected:
-  void Execute(Call& call) override {
-    const Header& header = call.header;
+  void Run(const Call& call) override {
     const bool rows =
-        header.collective == TFDIST_REDUCE_SCATTER || header.collective == TFDIST_ALL_TO_ALL;
+        call.collective == TFDIST_REDUCE_SCATTER || call.collective == TFDIST_ALL_TO_ALL;
     // Bytes that travel to each process, and how many of them in a round.
-    const size_t total = rows ? header.bytes / size_ : header.bytes;
+    const size_t total = rows ? call.input.bytes() / size_ : call.input.bytes();
     const size_t per_round = rows ? kSlotBytes / size_ / 64 * 64 : kSlotBytes;
     const uint32_t rounds = static_cast<uint32_t>((total + per_round - 1) / per_round);
     const uint32_t first = next_round_;
     const uint32_t last = first + std::max<uint32_t>(1, rounds);  // also without data, they meet
-    board(rank_)->headers[header.sequence % 2] = header;
+    const int slot_of_header = ++calls_ % 2;
+    board(own_)->headers[slot_of_header] = call.header;
 
-    const bool publishes = header.collective == TFDIST_ALL_REDUCE && !IsWhole(header);
+    const bool publishes = call.collective == TFDIST_ALL_REDUCE && !IsWhole(call);
     auto offset = [&](uint32_t round) { return (round - first) * per_round; };
     auto bytes = [&](uint32_t round) { return std::min(per_round, total - offset(round)); };
     // Rounds below these numbers are posted, read and done. The oldest round goes first.
@@ -94,8 +91,9 @@ class SharedMemoryCommunicator : public Communicator {
         Gather(call, done, offset(done), bytes(done));
         Advance(&Board::done, ++done);
       } else if (posted != read && AllReached(&Board::posted, read + 1)) {
-        for (int r = 0; r < size_ && read == first; ++r) {
-          if (r != rank_) Compare(header, board(r)->headers[header.sequence % 2], r);
+        for (int m = 0; m < size_ && read == first; ++m) {
+          if (m == own_) continue;
+          peers_->Compare(call.header, board(m)->headers[slot_of_header], members_[m]);
         }
         Read(call, read, offset(read), bytes(read));
         ++read;
@@ -119,25 +117,25 @@ class SharedMemoryCommunicator : public Communicator {
   }
 
  private:
-  Board* board(int rank) const { return reinterpret_cast<Board*>(memory_ + kPage * rank); }
+  Board* board(int member) const { return reinterpret_cast<Board*>(memory_ + kPage * member); }
 
-  char* slot(int rank, uint32_t round) const {
-    return memory_ + kPage * size_ + (size_t(rank) * kSlots + round % kSlots) * kSlotBytes;
+  char* slot(int member, uint32_t round) const {
+    return memory_ + kPage * size_ + (size_t(member) * kSlots + round % kSlots) * kSlotBytes;
   }
 
-  static bool IsWhole(const Header& header) { return header.bytes <= kWholeBytes; }
+  static bool IsWhole(const Call& call) { return call.input.bytes() <= kWholeBytes; }
 
   // Writes a round's input into the own slot.
   void Post(const Call& call, uint32_t round, size_t offset, size_t bytes) {
-    char* own = slot(rank_, round);
+    char* own = slot(own_, round);
     const size_t width = ElementBytes(call.header.dtype);
-    switch (call.header.collective) {
+    switch (call.collective) {
       case TFDIST_ALL_REDUCE:
-        if (IsWhole(call.header)) {
+        if (IsWhole(call)) {
           call.input.CopyTo(own, offset, bytes);
         } else {  // all but the part that this process reduces
-          const size_t begin = PartBegin(bytes, width, rank_, size_);
-          const size_t end = PartBegin(bytes, width, rank_ + 1, size_);
+          const size_t begin = PartBegin(bytes, width, own_, size_);
+          const size_t end = PartBegin(bytes, width, own_ + 1, size_);
           call.input.CopyTo(own, offset, begin);
           call.input.CopyTo(own + end, offset + end, bytes - end);
         }
@@ -146,45 +144,43 @@ class SharedMemoryCommunicator : public Communicator {
         call.input.CopyTo(own, offset, bytes);
         break;
       default:  // a part of each row, one after the other
-        for (int r = 0; r < size_; ++r) {
-          if (r == rank_) continue;
-          call.input.CopyTo(own + r * bytes, call.header.bytes / size_ * r + offset, bytes);
+        for (int m = 0; m < size_; ++m) {
+          if (m == own_) continue;
+          call.input.CopyTo(own + m * bytes, call.input.bytes() / size_ * m + offset, bytes);
         }
     }
   }
 
   // Makes a round's output from the slots of all processes; of a large all-reduce, the own part.
   void Read(const Call& call, uint32_t round, size_t offset, size_t bytes) {
-    const Header& header = call.header;
-    const size_t width = ElementBytes(header.dtype);
-    switch (header.collective) {
+    const size_t width = ElementBytes(call.header.dtype);
+    switch (call.collective) {
       case TFDIST_ALL_REDUCE:
-        if (IsWhole(header)) {
+        if (IsWhole(call)) {
           ReduceSlots(call, round, 0, offset, offset, bytes, nullptr);
         } else {
-          const size_t begin = PartBegin(bytes, width, rank_, size_);
-          const size_t end = PartBegin(bytes, width, rank_ + 1, size_);
+          const size_t begin = PartBegin(bytes, width, own_, size_);
+          const size_t end = PartBegin(bytes, width, own_ + 1, size_);
           ReduceSlots(call, round, begin, offset + begin, offset + begin, end - begin,
-                      slot(rank_, round) + begin);
+                      slot(own_, round) + begin);
         }
         break;
       case TFDIST_REDUCE_SCATTER:
-        ReduceSlots(call, round, rank_ * bytes, header.bytes / size_ * rank_ + offset, offset, bytes,
+        ReduceSlots(call, round, own_ * bytes, call.input.bytes() / size_ * own_ + offset, offset, bytes,
                     nullptr);
         break;
       case TFDIST_ALL_GATHER:
-        for (int r = 0; r < size_; ++r) {
-          call.output.CopyFrom(slot(r, round), header.bytes * r + offset, bytes);
+        for (int m = 0; m < size_; ++m) {
+          call.output.CopyFrom(slot(m, round), call.input.bytes() * m + offset, bytes);
         }
         break;
       default: {
-        const size_t row = header.bytes / size_;
-        for (int r = 0; r < size_; ++r) {
-          if (r != rank_) {
-            call.output.CopyFrom(slot(r, round) + rank_ * bytes, row * r + offset, bytes);
-          } else if (bytes > 0) {
-            size_t room;  // a row has one buffer
-            call.output.CopyFrom(call.input.At(row * r + offset, &room), row * r + offset, bytes);
+        const size_t row = call.input.bytes() / size_;
+        for (int m = 0; m < size_; ++m) {
+          if (m != own_) {
+            call.output.CopyFrom(slot(m, round) + own_ * bytes, row * m + offset, bytes);
+          } else {
+            call.output.CopyPart(call.input, row * m + offset, row * m + offset, bytes);
           }
         }
       }
@@ -195,14 +191,14 @@ class SharedMemoryCommunicator : public Communicator {
   void Gather(const Call& call, uint32_t round, size_t offset, size_t bytes) {
     const size_t width = ElementBytes(call.header.dtype);
     for (int i = 1; i < size_; ++i) {
-      const int r = (rank_ + i) % size_;
-      const size_t begin = PartBegin(bytes, width, r, size_);
-      const size_t end = PartBegin(bytes, width, r + 1, size_);
-      call.output.CopyFrom(slot(r, round) + begin, offset + begin, end - begin);
+      const int m = (own_ + i) % size_;
+      const size_t begin = PartBegin(bytes, width, m, size_);
+      const size_t end = PartBegin(bytes, width, m + 1, size_);
+      call.output.CopyFrom(slot(m, round) + begin, offset + begin, end - begin);
     }
   }
 
-  // Reduces the own input and bytes of the others' slots, in the order of the ranks.
+  // Reduces the own input and bytes of the others' slots, in the order of the members.
   void ReduceSlots(const Call& call, uint32_t round, size_t in_slot, size_t in_input,
                    size_t in_output, size_t bytes, char* copy) {
     std::vector<const void*> sources(size_);
@@ -211,7 +207,7 @@ class SharedMemoryCommunicator : public Communicator {
       const char* own = call.input.At(in_input, &room);
       char* output = call.output.At(in_output, &output_room);
       const size_t n = std::min({room, output_room, bytes});
-      for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? own : slot(r, round) + in_slot;
+      for (int m = 0; m < size_; ++m) sources[m] = m == own_ ? own : slot(m, round) + in_slot;
       Reduce(call.header.dtype, call.header.reduction, sources.data(), size_, n, output, copy);
       in_slot += n;
       in_input += n;
@@ -223,9 +219,9 @@ class SharedMemoryCommunicator : public Communicator {
 
   // Sets an own counter, and wakes the processes that sleep for it.
   void Advance(Counter Board::*counter, uint32_t value) {
-    (board(rank_)->*counter).store(value, std::memory_order_seq_cst);
-    if (board(rank_)->sleepers.load(std::memory_order_seq_cst) > 0) {
-      Futex(&(board(rank_)->*counter), FUTEX_WAKE, INT32_MAX, nullptr);
+    (board(own_)->*counter).store(value, std::memory_order_seq_cst);
+    if (board(own_)->sleepers.load(std::memory_order_seq_cst) > 0) {
+      Futex(&(board(own_)->*counter), FUTEX_WAKE, INT32_MAX, nullptr);
     }
   }
 
@@ -234,30 +230,31 @@ class SharedMemoryCommunicator : public Communicator {
   }
 
   bool AllReached(Counter Board::*of_board, uint32_t value) const {
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_ && !Reached(board(r)->*of_board, value)) return false;
+    for (int m = 0; m < size_; ++m) {
+      if (m != own_ && !Reached(board(m)->*of_board, value)) return false;
     }
     return true;
   }
 
   void AwaitAll(Counter Board::*of_board, uint32_t value) {
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) Await(of_board, value, r);
+    for (int m = 0; m < size_; ++m) {
+      if (m != own_) Await(of_board, value, m);
     }
   }
 
-  // Waits until a counter of a peer has reached a value.
-  void Await(Counter Board::*of_board, uint32_t value, int peer) {
-    Counter& counter = board(peer)->*of_board;
+  // Waits until a counter of a member has reached a value.
+  void Await(Counter Board::*of_board, uint32_t value, int member) {
+    const int peer = members_[member];
+    Counter& counter = board(member)->*of_board;
     auto reached = [&] { return Reached(counter, value); };
     for (int i = 0; i < kSpins; ++i) {
       if (reached()) return;
       Pause();
     }
-    waits_for_[peer] = true;
+    peers_->SetWaitsFor(peer, true);
     double waited = 0, last = 0;
     while (!reached()) {
-      Counter& sleepers = board(peer)->sleepers;
+      Counter& sleepers = board(member)->sleepers;
       sleepers.fetch_add(1, std::memory_order_seq_cst);
       const uint32_t seen = counter.load(std::memory_order_seq_cst);
       const timespec slice{0, kSliceMs * 1000000L};
@@ -265,28 +262,29 @@ class SharedMemoryCommunicator : public Communicator {
       sleepers.fetch_sub(1, std::memory_order_seq_cst);
       if (reached()) break;
       // A peer may have done its work, and ended well, between the two looks.
-      if (IsClosed(peer) && !reached()) ThrowLost(peer);
-      CheckWait(&waited, &last);
+      if (peers_->IsClosed(peer) && !reached()) peers_->ThrowLost(peer);
+      peers_->CheckWait(&waited, &last);
     }
-    waits_for_[peer] = false;
+    peers_->SetWaitsFor(peer, false);
   }
 
   char* const memory_;
   uint32_t next_round_ = 0;
+  uint32_t calls_ = 0;
 };
 
 }  // namespace
 
 size_t SharedBytes(int size) { return size_t(size) * (kPage + kSlots * kSlotBytes); }
 
-std::unique_ptr<Communicator> MakeSharedMemoryCommunicator(int rank, int size, const int* sockets,
-                                                           int memory, const char* const* names,
-                                                           double timeout) {
-  void* address = mmap(nullptr, SharedBytes(size), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                       memory, 0);
+std::unique_ptr<Exchange> MakeSharedMemoryExchange(Peers* peers, std::vector<int> members,
+                                                   int memory) {
+  const size_t bytes = SharedBytes(static_cast<int>(members.size()));
+  void* address =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, memory, 0);
   if (address == MAP_FAILED) return nullptr;
-  return std::make_unique<SharedMemoryCommunicator>(rank, size, sockets, static_cast<char*>(address),
-                                                    names, timeout);
+  return std::make_unique<SharedMemoryExchange>(peers, std::move(members),
+                                                static_cast<char*>(address));
 }
 
 }  // namespace tfdist

@@ -1,4 +1,4 @@
-// Collectives of processes that are connected by stream sockets, each with each.
+// Collectives among processes that are connected by stream sockets, each with each.
 //
 // In a call, a process sends each peer its header, then the input that this peer needs ("scatter"),
 // then the result that it has computed itself ("gather"); any of these may be empty. What arrives is
@@ -22,9 +22,8 @@
 namespace tfdist {
 namespace {
 
-constexpr size_t kChunkBytes = 256 << 10;     // reduced at once
-constexpr size_t kTransferBytes = 1 << 20;         // passed to the kernel at once
-constexpr size_t kWholeBytes = 16 << 10;           // up to here, all processes compute the whole sum
+constexpr size_t kChunkBytes = 256 << 10;   // reduced at once
+constexpr size_t kTransferBytes = 1 << 20;  // passed to the kernel at once
 constexpr int kVectors = 16;
 
 // A range of bytes, of which the first `done` ones are done.
@@ -37,9 +36,10 @@ struct Range {
   size_t left() const { return bytes - done; }
 };
 
-// The exchange with one peer.
+// What travels to and from one member.
 struct Lane {
-  int peer = 0;
+  int member = 0;
+  int peer = 0;  // its rank
   size_t header_sent = 0;
   Header header;  // of the peer
   size_t header_received = 0;
@@ -49,21 +49,19 @@ struct Lane {
   size_t in_chunk = 0;
 };
 
-class SocketCommunicator : public Communicator {
+class SocketExchange : public Exchange {
  public:
-  SocketCommunicator(int rank, int size, const int* sockets, const char* const* names,
-                     double timeout)
-      : Communicator(rank, size, sockets, names, timeout) {
-    for (int r = 0; r < size; ++r) {
-      if (r == rank) continue;
+  SocketExchange(Peers* peers, std::vector<int> members) : Exchange(peers, std::move(members)) {
+    for (int m = 0; m < size_; ++m) {
+      if (m == own_) continue;
       lanes_.emplace_back();
-      lanes_.back().peer = r;
+      lanes_.back().member = m;
+      lanes_.back().peer = members_[m];
       lanes_.back().chunk.reset(new char[kChunkBytes]);
     }
   }
 
- protected:
-  void Execute(Call& call) override {
+  void Run(const Call& call) override {
     call_ = &call;
     Plan();
     double waited = 0, last = 0;
@@ -79,7 +77,7 @@ class SocketCommunicator : public Communicator {
         waited = last = 0;
       } else {
         Wait();
-        CheckWait(&waited, &last);
+        peers_->CheckWait(&waited, &last);
       }
     }
   }
@@ -87,70 +85,61 @@ class SocketCommunicator : public Communicator {
  private:
   // Fills in what travels to and from each peer, and copies what stays here.
   void Plan() {
-    const Header& header = call_->header;
-    const size_t width = ElementBytes(header.dtype);
-    const size_t bytes = header.bytes;
+    const size_t width = ElementBytes(call_->header.dtype);
+    const size_t bytes = call_->input.bytes();
     const size_t row = bytes / size_;
-    auto part = [&](int r) { return PartBegin(bytes, width, r, size_); };
+    auto part = [&](int m) { return PartBegin(bytes, width, m, size_); };
     const bool reduces =
-        header.collective == TFDIST_ALL_REDUCE || header.collective == TFDIST_REDUCE_SCATTER;
-    const bool whole = header.collective == TFDIST_ALL_REDUCE && bytes <= kWholeBytes;
+        call_->collective == TFDIST_ALL_REDUCE || call_->collective == TFDIST_REDUCE_SCATTER;
+    whole_ = call_->collective == TFDIST_ALL_REDUCE && bytes <= kWholeBytes;
     headers_missing_ = size_ - 1;
     reduced_ = reduce_bytes_ = reduce_input_ = reduce_output_ = 0;
-    if (whole) {
+    if (whole_) {
       reduce_bytes_ = bytes;
-    } else if (header.collective == TFDIST_ALL_REDUCE) {
-      reduce_input_ = reduce_output_ = part(rank_);
-      reduce_bytes_ = part(rank_ + 1) - part(rank_);
-    } else if (header.collective == TFDIST_REDUCE_SCATTER) {
-      reduce_input_ = row * rank_;
+    } else if (call_->collective == TFDIST_ALL_REDUCE) {
+      reduce_input_ = reduce_output_ = part(own_);
+      reduce_bytes_ = part(own_ + 1) - part(own_);
+    } else if (call_->collective == TFDIST_REDUCE_SCATTER) {
+      reduce_input_ = row * own_;
       reduce_bytes_ = row;
-    } else if (header.collective == TFDIST_ALL_GATHER) {
-      CopyOwn(0, bytes * rank_, bytes);
+    } else if (call_->collective == TFDIST_ALL_GATHER) {
+      call_->output.CopyPart(call_->input, 0, bytes * own_, bytes);
     } else {
-      CopyOwn(row * rank_, row * rank_, row);
+      call_->output.CopyPart(call_->input, row * own_, row * own_, row);
     }
     for (Lane& lane : lanes_) {
-      const int peer = lane.peer;
+      const int m = lane.member;
       lane.header_sent = lane.header_received = lane.in_chunk = 0;
       lane.send_scatter = lane.send_gather = lane.receive_scatter = lane.receive_gather = Range{};
       if (reduces) lane.receive_scatter = {nullptr, 0, reduce_bytes_};
-      switch (header.collective) {
+      switch (call_->collective) {
         case TFDIST_ALL_REDUCE:
-          if (whole) {
+          if (whole_) {
             lane.send_scatter = {&call_->input, 0, bytes};
           } else {
-            lane.send_scatter = {&call_->input, part(peer), part(peer + 1) - part(peer)};
+            lane.send_scatter = {&call_->input, part(m), part(m + 1) - part(m)};
             lane.send_gather = {&call_->output, reduce_output_, reduce_bytes_};
-            lane.receive_gather = {&call_->output, part(peer), part(peer + 1) - part(peer)};
+            lane.receive_gather = {&call_->output, part(m), part(m + 1) - part(m)};
           }
           break;
         case TFDIST_REDUCE_SCATTER:
-          lane.send_scatter = {&call_->input, row * peer, row};
+          lane.send_scatter = {&call_->input, row * m, row};
           break;
         case TFDIST_ALL_GATHER:
           lane.send_gather = {&call_->input, 0, bytes};
-          lane.receive_gather = {&call_->output, bytes * peer, bytes};
+          lane.receive_gather = {&call_->output, bytes * m, bytes};
           break;
         default:
-          lane.send_scatter = {&call_->input, row * peer, row};
-          lane.receive_scatter = {&call_->output, row * peer, row};
+          lane.send_scatter = {&call_->input, row * m, row};
+          lane.receive_scatter = {&call_->output, row * m, row};
       }
-    }
-  }
-
-  void CopyOwn(size_t from, size_t to, size_t bytes) {
-    for (size_t room; bytes > 0; from += room, to += room, bytes -= room) {
-      const char* source = call_->input.At(from, &room);
-      room = std::min(room, bytes);
-      call_->output.CopyFrom(source, to, room);
     }
   }
 
   // Returns how many bytes of the own result may be sent.
   size_t Ready(const Lane& lane) const {
     const size_t limit =
-        call_->header.collective == TFDIST_ALL_REDUCE ? reduced_ : lane.send_gather.bytes;
+        call_->collective == TFDIST_ALL_REDUCE ? reduced_ : lane.send_gather.bytes;
     return limit - lane.send_gather.done;
   }
 
@@ -181,7 +170,8 @@ class SocketCommunicator : public Communicator {
     int count = 0;
     const size_t header_left = sizeof(Header) - lane->header_sent;
     if (header_left > 0) {
-      vectors[count++] = {reinterpret_cast<char*>(&call_->header) + lane->header_sent, header_left};
+      const char* header = reinterpret_cast<const char*>(&call_->header);
+      vectors[count++] = {const_cast<char*>(header) + lane->header_sent, header_left};
     }
     count += Vectors(lane->send_scatter, lane->send_scatter.left(), vectors + count, count);
     size_t listed = 0;
@@ -193,7 +183,7 @@ class SocketCommunicator : public Communicator {
     message.msg_iov = vectors;
     message.msg_iovlen = count;
     const ssize_t sent =
-        sendmsg(sockets_[lane->peer], &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        sendmsg(peers_->socket(lane->peer), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EAGAIN || errno == EINTR) return false;
       // What peers have sent before says more than the lost connection.
@@ -201,7 +191,7 @@ class SocketCommunicator : public Communicator {
         while (other.header_received < sizeof(Header) && Receive(&other)) {
         }
       }
-      ThrowLost(lane->peer);
+      peers_->ThrowLost(lane->peer);
     }
     size_t left = sent;
     left -= Take(&lane->header_sent, header_left, left);
@@ -242,14 +232,14 @@ class SocketCommunicator : public Communicator {
     msghdr message{};
     message.msg_iov = vectors;
     message.msg_iovlen = count;
-    const ssize_t received = recvmsg(sockets_[lane->peer], &message, MSG_DONTWAIT);
+    const ssize_t received = recvmsg(peers_->socket(lane->peer), &message, MSG_DONTWAIT);
     if (received < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-    if (received <= 0) ThrowLost(lane->peer);
+    if (received <= 0) peers_->ThrowLost(lane->peer);
     *done += received;
     if (done == &lane->in_chunk) scatter.done += received;
     if (done == &lane->header_received && *done == sizeof(Header)) {
       --headers_missing_;
-      Compare(call_->header, lane->header, lane->peer);
+      peers_->Compare(call_->header, lane->header, lane->peer);
     }
     return true;
   }
@@ -260,6 +250,8 @@ class SocketCommunicator : public Communicator {
     if (bytes == 0) return false;
     for (const Lane& lane : lanes_) {
       if (lane.in_chunk < bytes) return false;
+      // The output may be the input, of which a member still needs a part.
+      if (whole_ && lane.send_scatter.left() > 0) return false;
     }
     std::vector<const void*> sources(size_);
     for (size_t offset = 0; offset < bytes;) {
@@ -267,8 +259,8 @@ class SocketCommunicator : public Communicator {
       const char* own = call_->input.At(reduce_input_ + reduced_ + offset, &room);
       char* output = call_->output.At(reduce_output_ + reduced_ + offset, &output_room);
       const size_t n = std::min({room, output_room, bytes - offset});
-      sources[rank_] = own;
-      for (const Lane& lane : lanes_) sources[lane.peer] = lane.chunk.get() + offset;
+      sources[own_] = own;
+      for (const Lane& lane : lanes_) sources[lane.member] = lane.chunk.get() + offset;
       Reduce(call_->header.dtype, call_->header.reduction, sources.data(), size_, n, output,
              nullptr);
       offset += n;
@@ -285,15 +277,16 @@ class SocketCommunicator : public Communicator {
       short events = 0;
       if (CanReceive(lane)) events |= POLLIN;
       if (CanSend(lane)) events |= POLLOUT;
-      if (events) polls_.push_back({sockets_[lane.peer], events, 0});
-      waits_for_[lane.peer] = events != 0;
+      if (events) polls_.push_back({peers_->socket(lane.peer), events, 0});
+      peers_->SetWaitsFor(lane.peer, events != 0);
     }
     poll(polls_.data(), polls_.size(), kSliceMs);
   }
 
   std::vector<Lane> lanes_;
   std::vector<pollfd> polls_;
-  Call* call_ = nullptr;
+  const Call* call_ = nullptr;
+  bool whole_ = false;  // whether all members reduce all
   int headers_missing_ = 0;
   // The bytes that this process reduces: where they are in the input and output, and how many are
   // done.
@@ -302,9 +295,8 @@ class SocketCommunicator : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> MakeSocketCommunicator(int rank, int size, const int* sockets,
-                                                     const char* const* names, double timeout) {
-  return std::make_unique<SocketCommunicator>(rank, size, sockets, names, timeout);
+std::unique_ptr<Exchange> MakeSocketExchange(Peers* peers, std::vector<int> members) {
+  return std::make_unique<SocketExchange>(peers, std::move(members));
 }
 
 }  // namespace tfdist

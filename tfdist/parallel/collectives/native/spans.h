@@ -46,6 +46,24 @@ class Spans {
     }
   }
 
+  // Adds bytes of another list.
+  void AddPart(const Spans& other, size_t offset, size_t bytes) {
+    for (size_t room; bytes > 0; offset += room, bytes -= room) {
+      char* data = other.At(offset, &room);
+      room = std::min(room, bytes);
+      Add(data, room);
+    }
+  }
+
+  // Copies bytes of another list.
+  void CopyPart(const Spans& other, size_t from, size_t to, size_t bytes) const {
+    for (size_t room; bytes > 0; from += room, to += room, bytes -= room) {
+      const char* source = other.At(from, &room);
+      room = std::min(room, bytes);
+      CopyFrom(source, to, room);
+    }
+  }
+
   // Describes up to `bytes` bytes from `offset` on in up to `capacity` vectors; returns how many.
   int Vectors(size_t offset, size_t bytes, iovec* vectors, int capacity) const {
     int count = 0;

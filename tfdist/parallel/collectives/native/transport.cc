@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "communicator.h"
 #include "reduction.h"
@@ -30,10 +32,9 @@ std::shared_ptr<Communicator> Find(int64_t number) {
 }
 
 // Returns what is wrong with the sizes of a call, or "".
-std::string CheckSizes(const Communicator& communicator, int collective, int dtype, size_t inputs,
-                       size_t outputs, int count) {
+std::string CheckSizes(size_t size, int collective, int dtype, size_t inputs, size_t outputs,
+                       int count) {
   const size_t width = tfdist::ElementBytes(dtype);
-  const size_t size = communicator.size();
   if (width == 0) return "expected a dtype that can be sent, received number " + std::to_string(dtype);
   if (collective != TFDIST_ALL_REDUCE && count != 1) return "expected one tensor";
   size_t expected = inputs;
@@ -49,16 +50,31 @@ std::string CheckSizes(const Communicator& communicator, int collective, int dty
 
 }  // namespace
 
-int tfdist_version(void) { return 1; }
+int tfdist_version(void) { return 2; }
 
 size_t tfdist_shared_bytes(int size) { return tfdist::SharedBytes(size); }
 
-int64_t tfdist_open(int rank, int size, const int* sockets, int memory, const char* const* names,
-                    double timeout) {
-  std::shared_ptr<Communicator> communicator =
-      memory < 0 ? tfdist::MakeSocketCommunicator(rank, size, sockets, names, timeout)
-                 : tfdist::MakeSharedMemoryCommunicator(rank, size, sockets, memory, names, timeout);
-  if (!communicator) return -1;
+int64_t tfdist_open(int rank, int size, const int* sockets, const int* hosts, int memory,
+                    const char* const* names, double timeout) {
+  auto peers = std::make_unique<tfdist::Peers>(rank, size, sockets, names, timeout);
+  std::vector<int> all(size);
+  std::vector<std::vector<int>> by_host;
+  for (int r = 0; r < size; ++r) {
+    all[r] = r;
+    const size_t host = hosts ? hosts[r] : 0;
+    if (host >= by_host.size()) by_host.resize(host + 1);
+    by_host[host].push_back(r);
+  }
+  std::unique_ptr<tfdist::Exchange> exchange;
+  if (memory < 0) {
+    exchange = tfdist::MakeSocketExchange(peers.get(), all);
+  } else if (by_host.size() == 1) {
+    exchange = tfdist::MakeSharedMemoryExchange(peers.get(), all, memory);
+  } else {
+    exchange = tfdist::MakeHostsExchange(peers.get(), by_host, memory);
+  }
+  if (!exchange) return -1;
+  auto communicator = std::make_shared<Communicator>(std::move(peers), std::move(exchange));
   static int64_t next = 1;
   std::lock_guard<std::mutex> lock(mutex);
   Communicators()[next] = communicator;
@@ -79,12 +95,12 @@ int tfdist_run(int64_t number, int collective, int dtype, int reduction, const c
     call.input.Add(const_cast<void*>(inputs[i]), input_bytes[i]);  // never written to
     call.output.Add(outputs[i], output_bytes[i]);
   }
-  const std::string problem = CheckSizes(*communicator, collective, dtype, call.input.bytes(),
-                                         call.output.bytes(), count);
+  const std::string problem = CheckSizes(communicator->peers()->size(), collective, dtype,
+                                         call.input.bytes(), call.output.bytes(), count);
   if (!problem.empty()) return fail(problem);
   memset(&call.header, 0, sizeof call.header);  // headers are compared byte by byte
   call.header.bytes = call.input.bytes();
-  call.header.collective = collective;
+  call.header.collective = call.collective = collective;
   call.header.dtype = dtype;
   call.header.reduction = reduction;
   call.header.buffers = count;
@@ -94,14 +110,14 @@ int tfdist_run(int64_t number, int collective, int dtype, int reduction, const c
 }
 
 void tfdist_abort(int64_t number, const char* message) {
-  if (auto communicator = Find(number)) communicator->Abort(message);
+  if (auto communicator = Find(number)) communicator->peers()->Abort(message);
 }
 
 int tfdist_waiting_for(int64_t number, int* ranks, int capacity) {
   auto communicator = Find(number);
   if (!communicator) return 0;
   int count = 0;
-  for (int rank : communicator->WaitingFor()) {
+  for (int rank : communicator->peers()->WaitingFor()) {
     if (count < capacity) ranks[count++] = rank;
   }
   return count;

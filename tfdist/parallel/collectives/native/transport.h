@@ -4,7 +4,7 @@
 // collectives in the same order, with the same sizes and dtypes; what differs is an error in all of
 // them. Sums are computed in the order of the ranks, each by one process, so that all processes get
 // the same bits, whichever way the data travels. 16-bit floats are summed in 32 bits, and rounded
-// once.
+// once. Where processes share memory on several hosts, sums are those of the hosts' sums (hosts.cc).
 //
 // The library knows neither TensorFlow nor Python. Connections are made, and peers authenticated, by
 // the caller (connections.py), which hands over connected sockets.
@@ -40,19 +40,21 @@ enum { TFDIST_SUM = 0, TFDIST_MIN = 1, TFDIST_MAX = 2 };
 // Returns the version of this interface, which library.py expects.
 int tfdist_version(void);
 
-// Returns the bytes of memory that `size` processes share.
+// Returns the bytes of memory that `size` processes of a host share.
 size_t tfdist_shared_bytes(int size);
 
 // Makes a communicator and returns its number, or -1 if memory cannot be mapped (see errno).
 //
 //   sockets: For each rank a connected stream socket, which the communicator owns from now on;
 //            -1 for its own rank.
-//   memory:  File of tfdist_shared_bytes(size) zeros that all processes share, or -1 to send all data
-//            through the sockets. The caller may close it afterwards.
+//   hosts:   Number of each rank's host, from 0, or NULL if all have the same one.
+//   memory:  File of tfdist_shared_bytes(n) zeros that the n processes of this host share, or -1 to
+//            send all data through the sockets. If there are several hosts, each must have n
+//            processes. The caller may close it afterwards.
 //   names:   Name of each rank, for messages.
 //   timeout: Seconds that a call waits without progress; 0 means no bound.
-int64_t tfdist_open(int rank, int size, const int* sockets, int memory, const char* const* names,
-                    double timeout);
+int64_t tfdist_open(int rank, int size, const int* sockets, const int* hosts, int memory,
+                    const char* const* names, double timeout);
 
 // Runs a collective, and blocks until it is done. Inputs and outputs may be the same buffers in an
 // all-reduce. Returns 0, or -1 with a message in `error`. After an error the communicator is broken:

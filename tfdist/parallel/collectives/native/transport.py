@@ -162,7 +162,8 @@ def open_transport(
         gather: Function as for `connections.meet`.
         timeout: Seconds that a call waits without progress.
         compiled: Whether to use the compiled library. None: if all workers have it.
-        shared: Whether workers of one host may share memory.
+        shared: Whether workers of a host may share memory. They do if all hosts have equally many
+            workers, and more than one.
 
     Raises:
         ConfigurationError: If a worker does not know the token.
@@ -180,14 +181,20 @@ def open_transport(
         )
         return Transport(PythonExchange(rank, sockets, names, timeout), names, "sockets, in Python")
     memory = None
-    if shared and len(set(endpoints.hosts)) == 1:
-        memory = connections.share_memory(rank, sockets, library.shared_bytes(len(names)), START_S)
+    if shared:
+        memory = connections.share_memory(
+            rank, endpoints, sockets, library.shared_bytes, gather, START_S
+        )
+    hosts = endpoints.by_host
     try:
-        exchange = CompiledExchange(rank, sockets, names, timeout, memory)
+        exchange = CompiledExchange(rank, sockets, names, timeout, memory, hosts)
     finally:
         if memory is not None:
             os.close(memory)
-    return Transport(exchange, names, "sockets" if memory is None else "shared memory")
+    kind = "sockets"
+    if memory is not None:
+        kind = "shared memory" + " on each host, sockets between hosts" * (len(hosts) > 1)
+    return Transport(exchange, names, kind)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from tfdist.parallel.collectives.native.python_exchange import PythonExchange
 
 TOKEN = b"0123456789abcdef"
 KINDS = ("shared memory", "unix", "tcp", "python", "python tcp")
+HOSTS = 2  # of the kind "hosts": processes of even and of odd rank
 WAIT_S = 60.0
 
 
@@ -23,9 +24,11 @@ def require(kind):
 
 
 def connect(kind, rank, size, gather, token=TOKEN, timeout=WAIT_S, connect_s=WAIT_S):
-    """Return a connected exchange; TCP is used if each process seems to be on its own host."""
+    """Return a connected exchange; TCP is used between processes that seem to be on two hosts."""
     if kind.endswith("tcp"):
         connections.host_identity = lambda: bytes([rank]) * 18
+    if kind == "hosts":
+        connections.host_identity = lambda: bytes([rank % HOSTS]) * 18
     names = [f"worker:{r}" for r in range(size)]
     endpoints = connections.meet(gather)
     sockets = connections.connect(
@@ -34,9 +37,11 @@ def connect(kind, rank, size, gather, token=TOKEN, timeout=WAIT_S, connect_s=WAI
     if kind.startswith("python"):
         return PythonExchange(rank, sockets, names, timeout)
     memory = None
-    if kind == "shared memory":
-        memory = connections.share_memory(rank, sockets, library.shared_bytes(size), WAIT_S)
-    return library.CompiledExchange(rank, sockets, names, timeout, memory)
+    if kind in ("shared memory", "hosts"):
+        memory = connections.share_memory(
+            rank, endpoints, sockets, library.shared_bytes, gather, WAIT_S
+        )
+    return library.CompiledExchange(rank, sockets, names, timeout, memory, endpoints.by_host)
 
 
 class Peers:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -11,7 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.unit.parallel.collectives.native.peers import KINDS, WAIT_S, Peers, connect, require
+from tests.unit.parallel.collectives.native.peers import (
+    HOSTS,
+    KINDS,
+    WAIT_S,
+    Peers,
+    connect,
+    require,
+)
 from tfdist.cluster import json_channel
 from tfdist.parallel.collectives.native import connections
 from tfdist.parallel.collectives.native.library import (
@@ -27,6 +35,7 @@ DTYPES = ("float32", "float64", "int32", "int64", "bfloat16", "float16")
 # Elements of an all-reduce: none, fewer than processes, odd, and more than one chunk of memory.
 LENGTHS = (0, 1, 3, 17, 4099, 70_001)
 FEW = ("shared memory", "unix")
+WITH_SIZE = [*((kind, 3) for kind in KINDS), ("hosts", 4)]
 UFUNCS = {"Add": np.add, "Min": np.minimum, "Max": np.maximum}
 
 
@@ -39,8 +48,15 @@ def values(rank, shape, dtype, salt=0):
     return (random.standard_normal(shape) * 100).astype(dtype_of(dtype))
 
 
-def reduced(arrays, reduction="Add"):
-    """Return what all processes must get: the sum in the order of the ranks, rounded once."""
+def reduced(arrays, reduction="Add", kind=""):
+    """Return what all processes must get: the sum in the order of the ranks, rounded once.
+
+    Where processes share memory on each of several hosts, it is the sum of the hosts' sums.
+    """
+    if kind == "hosts" and len(arrays) % HOSTS == 0:
+        return reduced(
+            [reduced(arrays[host::HOSTS], reduction) for host in range(HOSTS)], reduction
+        )
     wide = np.float32 if arrays[0].itemsize == 2 else arrays[0].dtype
     total = arrays[0].astype(wide)
     for x in arrays[1:]:
@@ -66,18 +82,19 @@ def compare_all(rank, gather, kind, size):
             for reduction in UFUNCS if n in (3, 70_001) else ("Add",):
                 inputs = [values(r, n, dtype) for r in range(size)]
                 results = exchange.run(ALL_REDUCE, f"sum {n}", [inputs[rank]], reduction)
-                check(f"{reduction} {dtype} {n}", results, [reduced(inputs, reduction)])
+                check(f"{reduction} {dtype} {n}", results, [reduced(inputs, reduction, kind)])
         shapes = [(3, 5), (0,), (), (71, 1001), (1,)]
         inputs = [[values(r, s, dtype, i) for i, s in enumerate(shapes)] for r in range(size)]
         results = exchange.run(ALL_REDUCE, "several", inputs[rank])
-        check(f"several {dtype}", results, [reduced(list(x)) for x in zip(*inputs, strict=True)])
+        sums = [reduced(list(x), kind=kind) for x in zip(*inputs, strict=True)]
+        check(f"several {dtype}", results, sums)
         for n in (0, 1, 7, 50_001):
             rows = [values(r, (size, n), dtype) for r in range(size)]
             own = rows[rank]
             check(
                 f"reduce_scatter {dtype} {n}",
                 exchange.run(REDUCE_SCATTER, "rs", [own]),
-                [reduced([x[rank] for x in rows])],
+                [reduced([x[rank] for x in rows], kind=kind)],
             )
             check(
                 f"all_gather {dtype} {n}",
@@ -95,7 +112,12 @@ def compare_all(rank, gather, kind, size):
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [*((kind, 3) for kind in KINDS), *((kind, size) for kind in FEW for size in (2, 4))],
+    [
+        *((kind, 3) for kind in ("hosts", *KINDS)),
+        *((kind, size) for kind in FEW for size in (2, 4)),
+        ("hosts", 4),
+        ("hosts", 6),
+    ],
 )
 def test_results_are_those_of_numpy_bit_for_bit(kind, size):
     require(kind)
@@ -139,24 +161,24 @@ def sum_forever(rank, gather, kind, size, timeout, elements):
         exchange.run(ALL_REDUCE, "gradients", [x])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_worker_is_named_by_the_others(kind):
+@pytest.mark.parametrize(("kind", "size"), WITH_SIZE)
+def test_killed_worker_is_named_by_the_others(kind, size):
     require(kind)
-    with Peers(3, sum_forever, kind, 3, 60.0, 300_000) as peers:
-        for rank in range(3):
+    with Peers(size, sum_forever, kind, size, 60.0, 300_000) as peers:
+        for rank in range(size):
             peers.await_said(rank, "runs")
         peers.signal(1, signal.SIGKILL)
-        for error in peers.finish(0, 2):
+        for error in peers.finish(*(rank for rank in range(size) if rank != 1)):
             assert error.startswith("TransportError: "), error
             assert "worker:1" in error, error
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stopped_worker_is_named_after_the_timeout(kind):
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in KINDS), ("hosts", 4)])
+def test_stopped_worker_is_named_after_the_timeout(kind, size):
     require(kind)
-    with Peers(2, sum_forever, kind, 2, 1.0, 5) as peers:
-        peers.await_said(0, "runs")
-        peers.await_said(1, "runs")
+    with Peers(size, sum_forever, kind, size, 1.0, 5) as peers:
+        for rank in range(size):
+            peers.await_said(rank, "runs")
         peers.signal(1, signal.SIGSTOP)
         (error,) = peers.finish(0)
         assert "worker:0 waited too long for worker:1: nothing arrived for 1 s" in error
@@ -165,15 +187,18 @@ def test_stopped_worker_is_named_after_the_timeout(kind):
 def sum_different(rank, gather, kind, size):
     exchange = connect(kind, rank, size, gather)
     exchange.run(ALL_REDUCE, "gradients", [np.ones(7, np.float32)])
-    x = np.ones(500_000 + rank // 2, np.float32)
+    x = np.ones(500_000 + (rank == 2), np.float32)
     exchange.run(ALL_REDUCE, "gradients", [x])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_different_sizes_are_an_error_that_names_both_workers(kind):
+@pytest.mark.parametrize(("kind", "size"), WITH_SIZE)
+def test_different_sizes_are_an_error_that_names_both_workers(kind, size):
     require(kind)
-    with Peers(3, sum_different, kind, 3) as peers:
+    with Peers(size, sum_different, kind, size) as peers:
         for rank, error in enumerate(peers.finish()):
+            if kind == "hosts" and rank % HOSTS:  # the other host
+                assert "lost its connection to worker:" in error
+                continue
             assert "workers are out of step" in error
             assert f"worker:{rank} calls all_reduce 'gradients' of" in error
             assert "worker:2 calls" in error
@@ -212,19 +237,57 @@ def test_another_thread_ends_a_call_and_learns_for_whom_it_waits(kind):
         assert peers.finish() == [[[1], ["no step for a while"] * 2], "ends"]
 
 
-def leave_first(rank, gather, kind):
-    exchange = connect(kind, rank, 2, gather)
+def leave_first(rank, gather, kind, size):
+    exchange = connect(kind, rank, size, gather)
     x = np.ones(100_000, np.float32)
     for _ in range(20):
         (total,) = exchange.run(ALL_REDUCE, "gradients", [x])
     return float(total.sum())
 
 
-@pytest.mark.parametrize("kind", [*FEW, "python"])
-def test_worker_that_ends_well_lets_the_others_finish(kind):
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, 2) for kind in (*FEW, "python")), ("hosts", 4)]
+)
+def test_worker_that_ends_well_lets_the_others_finish(kind, size):
     require(kind)
-    with Peers(2, leave_first, kind) as peers:
-        assert peers.finish() == [200_000.0] * 2
+    with Peers(size, leave_first, kind, size) as peers:
+        assert peers.finish() == [100_000.0 * size] * size
+
+
+TCP_BYTES_RECEIVED = 128  # offset in struct tcp_info of linux/tcp.h
+
+
+def received(rank, gather, kind, size):
+    """Return the bytes that arrive over TCP in each collective, as shares of the input's."""
+    exchange = connect(kind, rank, size, gather)
+
+    def total():
+        count = 0
+        for descriptor in exchange._descriptors:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family != socket.AF_UNIX:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                    count += int.from_bytes(info[TCP_BYTES_RECEIVED:][:8], sys.byteorder)
+        return count
+
+    shares = []
+    x = np.ones((size, 300_000), np.float32)
+    for collective in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL):
+        own = x[0] if collective == ALL_GATHER else x
+        before = total()
+        gather(np.zeros(1))  # nothing arrives before
+        exchange.run(collective, "bytes", [own])
+        shares.append(round((total() - before) / own.nbytes, 2))
+        gather(np.zeros(1))
+    return shares
+
+
+def test_processes_of_a_host_send_others_no_more_than_one_process_would():
+    require("tcp")
+    with Peers(4, received, "tcp", 4) as peers:
+        assert peers.finish() == [[1.5, 0.75, 3.0, 0.75]] * 4
+    with Peers(4, received, "hosts", 4) as peers:
+        assert peers.finish() == [[0.5, 0.25, 1.0, 0.5]] * 4
 
 
 def with_token(rank, gather, kind):

@@ -1,0 +1,22 @@
+"""Train on one of several hosts with native collectives.
+
+The command is `native_hosts.py FILE`; the file gets the results.
+"""
+
+import pathlib
+import pickle
+import sys
+
+import tfdist
+from tests.cluster.scripts.native import CASES, fitted
+
+
+def main(file):
+    strategy = tfdist.make_strategy(communication="native", timeout=100)
+    results = {case: fitted(strategy, **CASES[case]) for case in ("single steps", "zero", "fsdp")}
+    results["kind"] = strategy.tfdist_engine.transport.kind
+    pathlib.Path(file).write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
