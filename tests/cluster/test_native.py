@@ -1,16 +1,17 @@
 """Test that two workers train with native collectives as they do with TensorFlow's."""
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-import tfdist
-from tests.cluster.scripts.native import CASES, QUICK, fitted
+from tests.cluster.scripts.native import CASES, QUICK
 from tests.networks import network
-from tests.processes import PYTHON, ROOT, environment, group
+from tests.processes import PYTHON, ROOT, environment, group, workers
 from tfdist import ClusterSpec
 from tfdist.parallel.collectives.native import library
 
@@ -45,6 +46,11 @@ def test_tensors_travel_natively_but_for_sparse_ones(results):
         assert {kind for kind, _ in result["traced"]} == {*result["kinds"].values()}
 
 
+def test_auto_is_native_only_if_all_workers_can_connect(results):
+    for result in results:
+        assert result["attempts"] == [library.load() is not None, False, False]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_that_with_tensorflows_collectives(results, case):
     for result in results:
@@ -59,7 +65,7 @@ def test_training_equals_that_with_tensorflows_collectives(results, case):
 
 def test_weights_are_equal_bit_for_bit_on_both_workers(results):
     chief, other = results
-    for key in chief.keys() - {"traced", "kinds"}:
+    for key in chief.keys() - {"attempts", "traced", "kinds"}:
         assert chief[key][0] == other[key][0], key
         for a, b in zip(chief[key][1], other[key][1], strict=True):
             np.testing.assert_array_equal(a, b, err_msg=str(key))
@@ -74,7 +80,7 @@ def test_killed_workers_resume_as_if_nothing_had_happened(results):
             np.testing.assert_array_equal(a, b)
 
 
-def test_two_workers_on_each_of_two_hosts_train_as_one_device_does(tmp_path):
+def test_two_workers_on_each_of_two_hosts_train_as_with_tensorflows_collectives(tmp_path):
     if library.load() is None:
         pytest.skip("the compiled library is missing: install a C++ compiler, and tfdist again")
     with network(2) as hosts, group(tmp_path) as members:
@@ -93,10 +99,25 @@ def test_two_workers_on_each_of_two_hosts_train_as_one_device_does(tmp_path):
         members.succeed(TIMEOUT_S)
     first, *others = [pickle.loads((tmp_path / f"{i}.pickle").read_bytes()) for i in range(4)]
     assert first["kind"] == "shared memory on each host, sockets between hosts"
-    history, weights = fitted(tfdist.make_strategy("one_device", devices="cpu"))
-    for case in first.keys() - {"kind"}:
+    history, weights = first["tensorflow"]
+    for case in first.keys() - {"kind", "tensorflow"}:
         np.testing.assert_allclose(first[case][0]["loss"], history["loss"], rtol=1e-5)
         for index, expected in enumerate(weights):
             np.testing.assert_allclose(first[case][1][index], expected, rtol=1e-4, atol=1e-5)
             for other in others:
                 np.testing.assert_array_equal(other[case][1][index], first[case][1][index])
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_worker_is_named_within_seconds(tmp_path, frozen):
+    if library.load() is None:
+        pytest.skip("the compiled library is missing: install a C++ compiler, and tfdist again")
+    other = f"worker-{1 - frozen}"
+    with group(tmp_path) as members:
+        script = str(ROOT / "tests" / "cluster" / "scripts" / "frozen.py")
+        workers(members, 2, [PYTHON, script], TFDIST_TASK_SECRET="0123456789abcdef0123456789abcdef")
+        for index in range(2):
+            members.says(f"worker-{index}", "trains", TIMEOUT_S)
+        os.kill(members.processes[f"worker-{frozen}"].pid, signal.SIGSTOP)
+        said = f"worker:{1 - frozen} waits for worker:{frozen}, which does not answer"
+        members.says(other, said, 60)

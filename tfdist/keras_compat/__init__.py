@@ -176,6 +176,21 @@ def abort_collectives(message: str) -> None:
     _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
+def check_peer(name: str, seconds: float) -> None:
+    """Ask a task of a synchronous cluster whether it is alive.
+
+    Args:
+        name: Name of the task, such as "worker:1".
+        seconds: Seconds to wait for its answer. Python's lock is held meanwhile.
+
+    Raises:
+        tf.errors.OpError: If it does not answer, or is another process than before.
+    """
+    job, _, index = name.partition(":")
+    task = f"/job:{job}/replica:0/task:{index}"
+    _context.context().check_collective_ops_peer_health(task, round(1000 * seconds))
+
+
 def wait_at_barrier(name: str, seconds: float) -> None:
     """Wait until all tasks that make up a synchronous cluster are at a barrier.
 

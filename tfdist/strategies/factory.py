@@ -78,7 +78,8 @@ def make_strategy(
         communication: Collective implementation with which workers exchange gradients: `auto`
             (default), `ring`, `nccl` or `native`. With `native`, workers on CPUs exchange tensors
             by tfdist's own collectives, and must share a secret: those of one `tfdist launch` do,
-            others find it in the variable `TFDIST_TASK_SECRET`.
+            others find it in the variable `TFDIST_TASK_SECRET`. `auto` is native where workers can
+            be.
         timeout: Seconds without a step after which a worker that waits for the others fails,
             default 600. Under `parameter_server`, the seconds that the chief waits for a step, and
             for a worker when none is left.
@@ -216,7 +217,7 @@ def _multi_worker(
     device_names.restrict(names)
     if cluster is not None:
         preflight.check(cluster, timeout=start_timeout, attempt=resolvers.attempt())
-    return multi_worker_mirrored(cluster, communication, timeout, policy)
+    return multi_worker_mirrored(cluster, names, communication, timeout, policy)
 
 
 def _parameter_server(

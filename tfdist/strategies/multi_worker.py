@@ -9,7 +9,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -17,14 +17,17 @@ import tensorflow as tf
 
 from tfdist import keras_compat
 from tfdist.cluster.addresses import answers
+from tfdist.cluster.handshake import ConfigurationError, PeersAbsent
 from tfdist.cluster.json_channel import check_token
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.parallel.collectives.native.transport import open_transport
+from tfdist.parallel.collectives.native import library
+from tfdist.parallel.collectives.native.transport import START_S, Transport, open_transport
 from tfdist.parallel.placement import Placement
 from tfdist.runtime import launch_protocol
 from tfdist.runtime.termination import ends_by_exception
 from tfdist.strategies.base import KerasFeedMixin, attach_engine, by_rows
 from tfdist.sync import BUCKET_BYTES, Policy
+from tfdist.train.health.peer_health import watch_peers
 from tfdist.train.synchronous.feed import replica_slices
 from tfdist.train.synchronous.replica_state import all_gather
 
@@ -37,6 +40,7 @@ COMMUNICATION = {
 }
 
 LEADER_S = 5.0
+TRIAL_S = 10.0  # for the connections of native collectives that the user did not ask for
 EXIT_S = 3.0  # a worker that is done stays so long, while others may still receive from it
 WATCHDOG_FIRST = 1.5  # native collectives wait so much longer, because the watchdog says more
 
@@ -70,13 +74,19 @@ class MultiWorkerMirroredStrategy(KerasFeedMixin, tf.distribute.MultiWorkerMirro
 
 
 def multi_worker_mirrored(
-    cluster: ClusterSpec | None, communication: str, timeout: float, sync: Policy | None = None
+    cluster: ClusterSpec | None,
+    devices: Sequence[str],
+    communication: str,
+    timeout: float,
+    sync: Policy | None = None,
 ) -> MultiWorkerMirroredStrategy:
     """Return a strategy with a copy of the model on each device of every training task.
 
     Args:
         cluster: Cluster with this task; None for a cluster of this process alone.
-        communication: One of `COMMUNICATION`.
+        devices: Devices of this process.
+        communication: One of `COMMUNICATION`. With "auto", collectives are native if all workers
+            can use native ones with the compiled library.
         timeout: Seconds that a step waits for the other workers.
         sync: Synchronization policy of the replicas.
     """
@@ -106,8 +116,16 @@ def multi_worker_mirrored(
     attach_engine(strategy, placement, timeout=timeout, sync=sync, communication=communication)
     keras_compat.broadcast_initial_values(strategy, strategy.tfdist_engine.watchdog.explained)
     _share_seed(strategy, placement)
-    if communication == "native" and len(tasks) > 1:
-        _open_transport(strategy, cluster, placement, timeout)
+    if len(tasks) > 1 and communication in ("auto", "native"):
+        connect = functools.partial(_connect, strategy, cluster, placement, timeout)
+        if communication == "native":
+            transport: Transport | None = connect(START_S)
+        else:
+            transport = _try_native(strategy, placement, devices, connect)
+        if transport is not None:
+            log.info("workers exchange tensors by native collectives over %s", transport.kind)
+            strategy.tfdist_engine.use_transport(transport)
+            watch_peers(transport, tasks[placement.rank])
     return strategy
 
 
@@ -139,24 +157,60 @@ def check_native(devices: Sequence[str]) -> None:
         ) from error
 
 
-def _open_transport(
+def _connect(
     strategy: MultiWorkerMirroredStrategy,
     cluster: ClusterSpec,
     placement: Placement,
     timeout: float,
-) -> None:
-    """Connect this worker with the others, and let the engine exchange tensors that way."""
+    start_timeout: float,
+) -> Transport:
+    """Connect this worker with the others, for native collectives."""
     tasks = cluster.training_tasks
-    transport = open_transport(
+    return open_transport(
         placement.rank,
         [task.address for task in tasks],
         [str(task) for task in tasks],
         launch_protocol.task_secret(),
         functools.partial(all_gather, strategy, placement),
         WATCHDOG_FIRST * timeout,
+        start_timeout,
     )
-    log.info("workers exchange tensors by native collectives over %s", transport.kind)
-    strategy.tfdist_engine.use_transport(transport)
+
+
+def _try_native(
+    strategy: MultiWorkerMirroredStrategy,
+    placement: Placement,
+    devices: Sequence[str],
+    connect: Callable[[float], Transport],
+) -> Transport | None:
+    """Return native collectives if all workers can use them, and can connect; else None."""
+
+    def all_workers(this_one: bool) -> bool:
+        return bool(all_gather(strategy, placement, np.array([float(this_one)])).all())
+
+    try:
+        check_native(devices)
+        can = library.load() is not None
+    except ValueError:
+        can = False
+    if not all_workers(can):
+        return None
+    transport = None
+    reason = ""
+    try:
+        transport = connect(TRIAL_S)
+    except (ConfigurationError, PeersAbsent, OSError) as error:
+        reason = f": {error}"
+    if all_workers(transport is not None):
+        return transport
+    if transport is not None:
+        transport.close()
+    log.warning(
+        "communication: auto uses TensorFlow's collectives, which are slower, because the workers "
+        "could not connect by tfdist's own%s. Set communication=ring to skip the attempt.",
+        reason,
+    )
+    return None
 
 
 def _await_leader(cluster: ClusterSpec) -> None:

@@ -15,9 +15,11 @@ import keras
 import numpy as np
 
 import tfdist
+from tfdist.cluster.handshake import PeersAbsent
 from tfdist.parallel import fsdp, zero
 from tfdist.parallel.collectives.native.transport import Transport, open_transport
 from tfdist.runtime import launch_protocol
+from tfdist.strategies import multi_worker
 from tfdist.train.synchronous.replica_state import all_gather
 
 ROWS = 52
@@ -120,6 +122,23 @@ def transports(strategy):
     }
 
 
+def attempt(strategy, refused):
+    """Return whether "auto" is native where the connections of one worker, if any, are refused."""
+    placement = strategy.tfdist_engine.placement
+
+    class Connections:
+        def close(self):
+            pass
+
+    def connect(seconds):
+        if placement.rank == refused:
+            raise PeersAbsent("worker:1 did not connect to worker:0 in time")
+        return Connections()
+
+    found = multi_worker._try_native(strategy, placement, ["/cpu:0"], connect)
+    return isinstance(found, Connections)
+
+
 def main(directory):
     directory = pathlib.Path(directory)
     strategy = tfdist.make_strategy(communication="native", timeout=100)
@@ -147,6 +166,7 @@ def main(directory):
         engine.use_transport(transport)
         for case in QUICK if kind in ("sockets", "python") else CASES:
             results[case, kind] = fitted(strategy, **CASES[case])
+    results["attempts"] = [attempt(strategy, refused) for refused in (None, 0, 1)]
     results["traced"] = traced
     results["kinds"] = {kind: t.kind for kind, t in kinds.items() if t}
     (directory / f"result-{engine.placement.rank}.pickle").write_bytes(pickle.dumps(results))

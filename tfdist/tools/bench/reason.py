@@ -236,7 +236,7 @@ def _sync_remedy(setup: Setup, facts: Facts) -> str:
         others.append("local SGD")
     also = f" (so would {' or '.join(others)}, see docs/sync.md)" if others else ""
     larger = f"a larger batch would help, as the sum stays as large{also}"
-    if setup.workers > 1 and facts.on_cpu and facts.communication != "native":
+    if setup.workers > 1 and facts.on_cpu and facts.communication == "ring":
         return (
             f'strategy.communication="native" would help, whose sums are faster on CPUs; {larger}'
         )

@@ -248,16 +248,19 @@ def test_remedies_follow_the_config():
     )
 
 
+RING = {"communication": "ring"}
+
+
 @pytest.mark.parametrize(
     ("size", "workers", "facts", "remedies"),
     [
-        (50_000_000, 2, {}, ("native", "larger", "bfloat16", "local SGD")),
-        (200_000, 2, {}, ("native", "larger", "local SGD")),
-        (50_000_000, 1, {}, ("larger", "bfloat16", "local SGD")),
-        (50_000_000, 2, {"on_cpu": False}, ("larger", "bfloat16", "local SGD")),
-        (50_000_000, 2, {"communication": "native"}, ("larger", "bfloat16", "local SGD")),
-        (50_000_000, 2, {"comm_dtype": "bfloat16"}, ("native", "larger", "local SGD")),
-        (50_000_000, 2, {"sync": "local_sgd"}, ("native", "larger", "bfloat16")),
+        (50_000_000, 2, RING, ("native", "larger", "bfloat16", "local SGD")),
+        (200_000, 2, RING, ("native", "larger", "local SGD")),
+        (50_000_000, 1, RING, ("larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, RING | {"on_cpu": False}, ("larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, {}, ("larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, RING | {"comm_dtype": "bfloat16"}, ("native", "larger", "local SGD")),
+        (50_000_000, 2, RING | {"sync": "local_sgd"}, ("native", "larger", "bfloat16")),
     ],
 )
 def test_remedies_of_slow_sums_are_not_in_use_yet(size, workers, facts, remedies):

@@ -31,7 +31,7 @@ from tfdist.parallel.collectives.native.python_exchange import PythonExchange
 
 log = logging.getLogger("tfdist")
 
-START_S = 60.0  # for all connections
+START_S = 60.0  # for all connections, by default
 DTYPES = tuple(tf.as_dtype(name) for name in library.DTYPES)
 
 _open: weakref.WeakSet[Transport] = weakref.WeakSet()  # for forked children
@@ -149,6 +149,7 @@ def open_transport(
     token: bytes,
     gather: Callable[[np.ndarray], np.ndarray],
     timeout: float,
+    start_timeout: float = START_S,
     compiled: bool | None = None,
     shared: bool = True,
 ) -> Transport:
@@ -161,6 +162,7 @@ def open_transport(
         token: Secret of all workers; see `json_channel.check_token`.
         gather: Function as for `connections.meet`.
         timeout: Seconds that a call waits without progress.
+        start_timeout: Seconds for all connections.
         compiled: Whether to use the compiled library. None: if all workers have it.
         shared: Whether workers of a host may share memory. They do if all hosts have equally many
             workers, and more than one.
@@ -171,7 +173,7 @@ def open_transport(
     """
     has_library = library.load() is not None if compiled is None else compiled
     endpoints = connections.meet(gather, int(has_library))
-    sockets = connections.connect(rank, endpoints, addresses, names, token, gather, START_S)
+    sockets = connections.connect(rank, endpoints, addresses, names, token, gather, start_timeout)
     if not all(endpoints.facts):
         lacking = [n for n, has in zip(names, endpoints.facts, strict=True) if not has]
         log.warning(
@@ -183,7 +185,7 @@ def open_transport(
     memory = None
     if shared:
         memory = connections.share_memory(
-            rank, endpoints, sockets, library.shared_bytes, gather, START_S
+            rank, endpoints, sockets, library.shared_bytes, gather, start_timeout
         )
     hosts = endpoints.by_host
     try:
