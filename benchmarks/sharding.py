@@ -55,7 +55,8 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
     """Return the bytes between steps, and the most within a step.
 
     Between steps these are weights, Adam's two slots, and the part of the weights that ZeRO 1 and 2
-    update. In a step gradients are added, and what is kept of their sums.
+    update. In a step gradients are added, and what is kept of their sums. Those of data parallel
+    training take the gradients' place.
 
     Args:
         way: One of `CONTENDERS`.
@@ -64,10 +65,10 @@ def theory(way: str, processes: int, weights: int, layer: float) -> dict[str, fl
         layer: Bytes of a block's weights.
 
     >>> theory("data parallel", 2, 100, 10), theory("zero 2", 2, 100, 10), theory("fsdp", 4, 100, 10)
-    ({'resident': 300, 'peak': 500}, {'resident': 250.0, 'peak': 400.0}, {'resident': 75.0, 'peak': 110.0})
+    ({'resident': 300, 'peak': 400}, {'resident': 250.0, 'peak': 400.0}, {'resident': 75.0, 'peak': 110.0})
     """  # noqa: E501
     if way == "data parallel":
-        return {"resident": 3 * weights, "peak": 5 * weights}
+        return {"resident": 3 * weights, "peak": 4 * weights}
     if way.startswith("zero"):
         resident = weights + 3 * weights / processes
         return {"resident": resident, "peak": resident + weights + weights / processes}
@@ -169,9 +170,9 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
             "/ N with FSDP: weights and Adam's two slots. In a step"
         ),
         (
-            "gradients come to it, and their sums: 2 P; P + P / N with ZeRO, which keeps a part "
-            "of the sums; P / N and a layer's weights with FSDP. Seconds: the quickest step of "
-            "the slowest"
+            "gradients come to it, and their sums: P, where sums take the place of gradients; "
+            "P + P / N with ZeRO, which keeps a part of the sums; P / N and a layer's weights with "
+            "FSDP. Seconds: the quickest step of the slowest"
         ),
         (
             "process; median over the rounds (min..max). Processes share two cores: so steps of 4 "
