@@ -61,9 +61,8 @@ LARGE = 12_000_000  # bytes from which the CPU time is compared with that of a c
 COPIES = 1.3
 ON_HOSTS = (4_000, 64_000, 500_000, 2_800_000, 12_000_000, 50_000_000)
 SHARE = 0.6  # of the time between all processes, where those of each of two hosts share memory
-IN_NETWORK = (
-    "--in-network"  # in a network of its own, whose loopback device is as slow as a network
-)
+# The process of --hosts is in a network of its own, whose loopback device is as slow as a network.
+IN_NETWORK = "--in-network"
 SLOW_NETWORK = (
     "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms && "
     'exec "$@"'
@@ -87,7 +86,7 @@ def measure(processes: int, args: argparse.Namespace) -> dict:
                         args.cores[rank % len(args.cores)],
                         port,
                         args.timeout,
-                        args.in_network,
+                        args.hosts,
                     ),
                 )
                 for rank in range(processes)
@@ -104,7 +103,7 @@ def measure(processes: int, args: argparse.Namespace) -> dict:
 
             for number in range(args.rounds):
                 for size in args.sizes:
-                    names = contenders(args.in_network)
+                    names = contenders(args.hosts)
                     for contender in names if number % 2 == 0 else names[::-1]:
                         once = call(contender, size, 2)["wall"]
                         times = args.steps or max(3, min(1000, int(SECONDS / once)))

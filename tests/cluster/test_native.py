@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.cluster.scripts.native import CASES, QUICK
 from tests.networks import network
 from tests.processes import PYTHON, ROOT, environment, group, workers
+from tests.unit.parallel.collectives.native.peers import require
 from tfdist import ClusterSpec
 from tfdist.parallel.collectives.native import library
 
@@ -81,8 +83,7 @@ def test_killed_workers_resume_as_if_nothing_had_happened(results):
 
 
 def test_two_workers_on_each_of_two_hosts_train_as_with_tensorflows_collectives(tmp_path):
-    if library.load() is None:
-        pytest.skip("the compiled library is missing: install a C++ compiler, and tfdist again")
+    require("shared memory")
     with network(2) as hosts, group(tmp_path) as members:
         cluster = ClusterSpec(
             {"worker": [f"{hosts.address(1 + rank // 2)}:{20001 + rank}" for rank in range(4)]}
@@ -110,14 +111,14 @@ def test_two_workers_on_each_of_two_hosts_train_as_with_tensorflows_collectives(
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_worker_is_named_within_seconds(tmp_path, frozen):
-    if library.load() is None:
-        pytest.skip("the compiled library is missing: install a C++ compiler, and tfdist again")
+    require("shared memory")
     other = f"worker-{1 - frozen}"
     with group(tmp_path) as members:
         script = str(ROOT / "tests" / "cluster" / "scripts" / "frozen.py")
         workers(members, 2, [PYTHON, script], TFDIST_TASK_SECRET="0123456789abcdef0123456789abcdef")
         for index in range(2):
             members.says(f"worker-{index}", "trains", TIMEOUT_S)
+        time.sleep(1)  # until both are within the epoch, of some 100,000 steps
         os.kill(members.processes[f"worker-{frozen}"].pid, signal.SIGSTOP)
         said = f"worker:{1 - frozen} waits for worker:{frozen}, which does not answer"
         members.says(other, said, 60)
