@@ -258,7 +258,9 @@ def gradient_accumulation(strategy):
             .item()
         )
         same(weight(model) - waiting / 3, -60, 1e-5)
-        assert abs(waiting) < 4, waiting  # no more than the other steps in work at the last update
+        # Two updates at the same time, one of each worker, take the same gradients, three for each
+        # update that is due; the next updates make good for it.
+        assert abs(waiting) <= 2 * 3, waiting
 
 
 @feature
