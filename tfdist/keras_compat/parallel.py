@@ -94,6 +94,25 @@ def graph_calls(model: keras.Model) -> list[tuple[Any, list, list]] | None:
     return [(node.operation, list(node.input_tensors), list(node.output_tensors)) for node in nodes]
 
 
+@contextlib.contextmanager
+def kept_graph(tensors: Sequence[Any]) -> Iterator[None]:
+    """Keep a Functional model's graph while models of its parts are made.
+
+    A part whose inputs are inputs of the model and others is built by copying calls. Keras then
+    takes the model's inputs for results of the copies: "could not find node key" when the model is
+    saved.
+
+    Args:
+        tensors: The model's `keras.KerasTensor`.
+    """
+    histories = [tensor._keras_history for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, history in zip(tensors, histories, strict=True):
+            tensor._keras_history = history
+
+
 def layer_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Return the variables that a layer and its sublayers made as weights, frozen or not.
 

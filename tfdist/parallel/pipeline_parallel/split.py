@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_compat.parallel import graph_calls, layer_weights
+from tfdist.keras_compat.parallel import graph_calls, kept_graph, layer_weights
 
 
 class StageModel(keras.Model):
@@ -325,11 +325,12 @@ def split(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
                 if s == last and stage_of.get(n) != s and n not in input_numbers
             ),
         )
-        model = StageModel(
-            [graph.tensors[n] for n in input_numbers],
-            [graph.tensors[n] for n in output_numbers],
-            f"{graph.model.name}_stage_{s}",
-        )
+        with kept_graph(graph.tensors):
+            model = StageModel(
+                [graph.tensors[n] for n in input_numbers],
+                [graph.tensors[n] for n in output_numbers],
+                f"{graph.model.name}_stage_{s}",
+            )
         stages.append(
             Stage(
                 s,

@@ -537,6 +537,17 @@ def test_several_inputs_and_outputs_and_all_kinds_of_losses():
     same(several, x, y, compiled, {"sample_weight": weights}, stages=3, microbatches=2)
 
 
+def test_a_model_is_saved_whose_second_stage_has_an_input_of_its_own(tmp_path):
+    a, b = keras.Input((8,)), keras.Input((8,))
+    hidden = L.Dense(4, name="of_a")(a)
+    model = keras.Model([a, b], L.Add()([hidden, L.Dense(4)(b)]))
+    staged = tfdist.parallel.pipeline(model, cut_at=["of_a"], microbatches=2)
+    staged.save(tmp_path / "m.keras")
+    np.testing.assert_allclose(
+        keras.models.load_model(tmp_path / "m.keras")([X, X]), staged([X, X]), rtol=1e-5
+    )
+
+
 def tied():
     inputs = keras.Input((8,))
     layer = L.Dense(8, activation="tanh", name="tied")
