@@ -505,15 +505,67 @@ def hook_gradients(in_strategy: Callable[[], bool]) -> None:
 
 
 # --- Deferred variables ---------------------------------------------------------------------------
+class _Deferring(keras.StatelessScope):
+    """Scope in which variables are made without values, and keep those that they are given."""
+
+    def __init__(self):
+        super().__init__(initialize_variables=False)
+        self._given: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+
+    def add_update(self, update):
+        """See `keras.StatelessScope`."""
+        variable, value = update
+        with tf.device("CPU:0"):  # a whole model may not fit the memory of a GPU
+            value = tf.identity(value)
+        super().add_update((variable, value))
+        self._given[id(variable)] = (variable, value)
+
+    def hand_over(self) -> None:
+        """Make what variables were given in this scope their values, or their first values."""
+        for variable, value in self._given.values():
+            if has_value(variable):
+                variable.assign(value)
+            else:
+                variable._initializer = functools.partial(_cast, value)
+        self._given.clear()
+        self.state_mapping.clear()
+
+
+def _cast(value: tf.Tensor, shape: Sequence[int], dtype: str) -> tf.Tensor:
+    """Return a value, as an initializer does."""
+    return tf.cast(value, dtype)
+
+
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Create variables without values within the context; only `initialize` gives them values."""
+    """Create variables without values within the context; only `initialize` gives them values.
+
+    What is assigned to them within the context becomes their first value. Variables that are made
+    from a value, such as the step count of an optimizer, have it at once.
+    """
     uninitialized = list(global_state.get_global_attribute("uninitialized_variables") or [])
+    scope = _Deferring()
+    create = keras.Variable.__init__
+
+    def __init__(self, initializer, *args, **kwargs):
+        draws = callable(initializer) or isinstance(initializer, str)
+        if draws or get_stateless_scope() is not scope:
+            create(self, initializer, *args, **kwargs)
+            return
+        global_state.set_global_attribute("stateless_scope", scope.original_scope)
+        try:
+            create(self, initializer, *args, **kwargs)
+        finally:
+            global_state.set_global_attribute("stateless_scope", scope)
+
+    keras.Variable.__init__ = __init__
     try:
-        with keras.StatelessScope(initialize_variables=False):
+        with scope:
             yield
     finally:
+        keras.Variable.__init__ = create
         global_state.set_global_attribute("uninitialized_variables", uninitialized)
+    scope.hand_over()
 
 
 def has_value(variable: keras.Variable) -> bool:

@@ -46,7 +46,8 @@ def deferred() -> contextlib.AbstractContextManager[None]:
     """Defer the memory and the first values of a model's weights until `fsdp` is called.
 
     You build the model inside this context. `fsdp` then initializes the weights one at a time.
-    The same seeds give the same values as without this context.
+    The same seeds give the same values as without this context. Weights that are loaded or assigned
+    inside it stay in the host's memory, whole, until `fsdp` has taken the replica's part of each.
 
     Example:
         >>> import keras, tfdist
@@ -179,7 +180,7 @@ class FSDP(Store):
         for v in model.trainable_weights:
             self.shard_variable(v)
             self.weights.append(v)
-        for v in (*model.non_trainable_variables, *model.weights):
+        for v in (*model.non_trainable_variables, *model.weights, *model.metrics_variables):
             if not has_value(v):
                 initialize(v)
         self.broadcast_values(model.weights)

@@ -166,6 +166,63 @@ def test_a_deferred_model_needs_its_weights(two):
             use()
 
 
+def pretrained():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [keras.Input([3]), keras.layers.Dense(2), keras.layers.BatchNormalization()]
+    )
+    model.layers[1].moving_mean.assign([4.0, 5.0])
+    return model
+
+
+@pytest.mark.parametrize("how", ["load_weights", "set_weights", "load_model"])
+def test_weights_that_a_deferred_model_is_given_are_its_first_values(two, tmp_path, how):
+    source = pretrained()
+    source.save(tmp_path / "m.keras")
+    source.save_weights(tmp_path / "m.weights.h5")
+    expected = source.get_weights()
+    keras.utils.set_random_seed(5)
+    with two.scope():
+        with deferred():
+            if how == "load_model":
+                model = keras.models.load_model(tmp_path / "m.keras")
+            else:
+                model = keras.models.clone_model(source)
+                given = expected if how == "set_weights" else tmp_path / "m.weights.h5"
+                getattr(model, how)(given)
+            model.layers[0].bias.assign(model.layers[0].bias + 1)
+            source.layers[0].bias.assign([7, 8])  # has a value already
+        fsdp(model)
+    expected[1] = expected[1] + 1
+    for found, value in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+    assert source.layers[0].bias.numpy().tolist() == [7, 8]
+
+
+class Compiled(keras.Sequential):
+    """Make variables from values when it is made, as classes of KerasHub do, and a metric."""
+
+    def __init__(self):
+        super().__init__([keras.Input([3]), keras.layers.Dense(2)])
+        self.compile(keras.optimizers.Adam(0.01), "mse")
+        self.scale = keras.Variable(3.0, trainable=False)
+        self.sizes = keras.metrics.Mean(name="sizes")
+
+    def train_step(self, data):
+        self.sizes.update_state(self.scale)
+        return {**super().train_step(data), "sizes": self.sizes.result()}
+
+
+def test_a_deferred_model_may_compile_itself_and_have_metrics(two):
+    with two.scope():
+        with deferred():
+            model = Compiled()
+        fsdp(model)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    history = model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0).history
+    assert history["sizes"] == [3]
+
+
 class Adapted(keras.layers.Layer):
     """Use a frozen weight, one that trains, and one that each step changes.
 
