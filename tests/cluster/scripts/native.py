@@ -52,7 +52,30 @@ def embedded():
     )
 
 
-def fitted(strategy, model=dense, shard=None, sync=None, callbacks=(), epochs=2, **compiled):
+def padded():
+    """Return a model of which oneDNN makes the padding a part of the convolution."""
+    return keras.Sequential(
+        [
+            keras.Input([6]),
+            keras.layers.Reshape([2, 3, 1]),
+            keras.layers.ZeroPadding2D(1),
+            keras.layers.Conv2D(4, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def fitted(
+    strategy,
+    model=dense,
+    shard=None,
+    sync=None,
+    callbacks=(),
+    epochs=2,
+    predicts=False,
+    **compiled,
+):
     keras.utils.set_random_seed(1)
     strategy.tfdist_engine.use(tfdist.sync.policy(sync))
     with strategy.scope():
@@ -78,7 +101,8 @@ def fitted(strategy, model=dense, shard=None, sync=None, callbacks=(), epochs=2,
         verbose=0,
         callbacks=list(callbacks),
     )
-    return history.history, built.get_weights()
+    predictions = [built.predict(x, batch_size=BATCH, verbose=0)] if predicts else []
+    return history.history, [*built.get_weights(), *predictions]
 
 
 CASES = {
@@ -88,6 +112,7 @@ CASES = {
     "sparse": {"model": embedded},
     "zero": {"shard": zero},
     "fsdp": {"shard": fsdp, "steps_per_execution": 2},
+    "fsdp of a padded convolution": {"shard": fsdp, "model": padded, "predicts": True},
 }
 QUICK = ("steps together", "fsdp")  # for the other kinds of native collectives
 

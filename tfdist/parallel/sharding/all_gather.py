@@ -15,6 +15,12 @@ from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import Weight, weighted
 
 
+def own_parts(variables: Sequence[Sharded]) -> list[tf.Tensor]:
+    """Return this replica's row of each weight; no gradient reaches that of a frozen one."""
+    parts = [(own_copy(v), v.trainable) for v in variables]
+    return [part if train else tf.stop_gradient(part) for part, train in parts]
+
+
 class Gathering:
     """Collectives that gather sharded weights and reduce-scatter their gradients.
 
@@ -123,15 +129,20 @@ class Gathering:
             gates: Tensors that must be computed before anything is sent.
             compute_dtype: Compute dtype of the layer.
         """
+        trained = [v.trainable for v in variables]
 
         @tf.custom_gradient
         def gather(*parts):
             def grad(*grads):
-                return self.scatter(variables, parts, grads, f"{name} sum")
+                wanted = [g if train else None for g, train in zip(grads, trained, strict=True)]
+                return self.scatter(variables, parts, wanted, f"{name} sum")
 
             return self.gather(variables, parts, name, gates, compute_dtype), grad
 
-        return freed_with_graph(list(gather(*[own_copy(v) for v in variables])))
+        whole = freed_with_graph(list(gather(*own_parts(variables))))
+        return [
+            x if train else tf.stop_gradient(x) for x, train in zip(whole, trained, strict=True)
+        ]
 
     def _cast(self, x: tf.Tensor) -> tf.Tensor:
         return tf.identity(x) if self.gather_dtype is None else tf.cast(x, self.gather_dtype)

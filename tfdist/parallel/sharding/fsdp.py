@@ -33,7 +33,7 @@ from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import FLOATS, OUTSIDE, Group
 from tfdist.parallel.sharding import fsdp_lookup, global_norm
 from tfdist.parallel.sharding.all_gather import Gathering
-from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of
+from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of, weights_of
 from tfdist.parallel.sharding.sharded_variables import Store
 from tfdist.parallel.sparse_gradients import merge_duplicates, to_dense
 from tfdist.sync import COMM_DTYPES, Gradients
@@ -71,7 +71,7 @@ def fsdp(
     strategy: tf.distribute.Strategy | None = None,
     elementwise: bool = False,
 ) -> FSDP:
-    """Shard a model's trainable weights over the replicas (FSDP, ZeRO stage 3).
+    """Shard a model's weights over the replicas (FSDP, ZeRO stage 3).
 
     Call it on a built model, before `compile`.
 
@@ -88,8 +88,8 @@ def fsdp(
     them must make these calls together.
 
     Args:
-        model: Built model; its weights may be `deferred`. Frozen weights stay whole on each
-            replica.
+        model: Built model; its weights may be `deferred`. Frozen weights are sharded, too, but for
+            those that were made with `trainable=False`, and integers.
         prefetch: Number of layers ahead whose weights are gathered while earlier layers are
             computed.
         gather_dtype: Dtype in which weights are sent and used, "bfloat16" or "float16". Layers
@@ -177,7 +177,9 @@ class FSDP(Store):
         self._exact = gathering(None)  # for reads outside of a step
         self._model = model
         self.weights: list[Sharded] = []
-        for v in model.trainable_weights:
+        trained = {id(v) for v in model.trainable_weights}
+        frozen = [v for v in weights_of(model) if id(v) not in trained]
+        for v in (*model.trainable_weights, *frozen):
             self.shard_variable(v)
             self.weights.append(v)
         for v in (*model.non_trainable_variables, *model.weights, *model.metrics_variables):
@@ -185,12 +187,15 @@ class FSDP(Store):
                 initialize(v)
         self.broadcast_values(model.weights)
         self._names = {id(v): f"weight {i}" for i, v in enumerate(self.weights)}
-        max_kept_bytes = self.resident_bytes if reshard_after_forward else None
+        # What gradients will take, which frozen weights do not have.
+        gradient_bytes = self._bytes_of_part(model.trainable_weights)
+        max_kept_bytes = gradient_bytes if reshard_after_forward else None
+        self._units = []
         for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
             if isinstance(layer, ShardedEmbedding) and layer.shards == 1:
                 layer.look_up = functools.partial(self._look_up, layer.look_up)
                 continue
-            Unit(
+            unit = Unit(
                 layer,
                 f"unit {number}",
                 self._gathering,
@@ -199,6 +204,20 @@ class FSDP(Store):
                 max_kept_bytes,
                 lambda: self.check_xla(self._model),
             )
+            self._units.append(unit)
+
+    def shard_added_weights(self) -> None:
+        """Shard weights that layers of the model got since, such as those of LoRA.
+
+        Call it before the model is compiled again. All processes must call it, in the scope.
+        """
+        for v in weights_of(self._model):
+            if not isinstance(v, Sharded):
+                self.shard_variable(v)
+                self._names[id(v)] = f"weight {len(self.weights)}"
+                self.weights.append(v)  # type: ignore[arg-type]
+        for unit in self._units:
+            unit.list_weights()
 
     @property
     def bytes_per_step(self) -> int:
@@ -211,10 +230,13 @@ class FSDP(Store):
     @property
     def resident_bytes(self) -> int:
         """Return the size in bytes of each replica's part of the weights."""
+        return self._bytes_of_part(self.weights)
+
+    def _bytes_of_part(self, weights: Sequence[Any]) -> int:
         return sum(
             flat_shards.length(flat_shards.elements(v.tfdist_shape), self.group.size)
             * tf.as_dtype(v.dtype).size
-            for v in self.weights
+            for v in weights
         )
 
     def whole(self, variable: Sharded) -> tf.Tensor:
@@ -270,7 +292,7 @@ class FSDP(Store):
 
         Raises:
             ValueError: If the optimizer is not elementwise or clips too, or if a variable was not
-                among the trainable weights when `fsdp` was called.
+                among the weights when `fsdp` was called.
         """
         inner = optimizer
         while getattr(inner, "inner_optimizer", None) is not None:
@@ -281,8 +303,8 @@ class FSDP(Store):
         updated = variables if variables is not None else known_variables(inner)
         if unknown := [v.path for v in updated if getattr(v, "tfdist_store", None) is not self]:
             raise ValueError(
-                f"fsdp: {', '.join(unknown[:4])}: not among the trainable weights when "
-                "fsdp(model) was called. Set `trainable` and build the model before that call."
+                f"fsdp: {', '.join(unknown[:4])}: not among the weights when fsdp(model) was "
+                "called. Build the model, and enable LoRA, before that call."
             )
         if self._updates_rows(optimizer):
             grads = [merge_duplicates(g) for g in grads]

@@ -23,7 +23,7 @@ from tfdist.keras_compat import parallel as compat
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.pipeline_parallel.schedule import layers_kept
-from tfdist.parallel.sharding.all_gather import Gathering
+from tfdist.parallel.sharding.all_gather import Gathering, own_parts
 
 
 @dataclasses.dataclass
@@ -33,7 +33,7 @@ class Chain:
     Its tensors serve as control dependencies that bound how many units are whole at once.
 
     Attributes:
-        inputs: First input of each unit that was called.
+        inputs: First input of each unit that was called, before padding (`_unpadded`).
         sizes: Size in bytes of the weights of each unit.
         gradients: One gradient of the output of each unit, by the unit's index in `inputs`.
         reads: Number of reads of each variable outside of units.
@@ -65,11 +65,22 @@ class Chains:
         return chains_of_graph.setdefault((self, self._local()), Chain())
 
 
+def _unpadded(x: tf.Tensor) -> tf.Tensor:
+    """Return the tensor of which `x` is the padded one, or else `x` itself.
+
+    Where oneDNN makes a padding and the convolution after it one operation, what waits for the
+    padding waits for the convolution: for ever, if these are its weights.
+    """
+    while not tf.executing_eagerly() and x.op.type in ("Identity", "Pad", "PadV2"):
+        x = x.op.inputs[0]
+    return x
+
+
 def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yield the layers that become FSDP units.
 
-    These are the layers with trainable weights of the model and of the models inside it. Layers
-    inside a layer are not units of their own.
+    These are the layers with weights of the model and of the models inside it. Layers inside a
+    layer are not units of their own.
 
     Args:
         model: Built model.
@@ -77,8 +88,17 @@ def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
     for layer in model.layers:
         if isinstance(layer, keras.Model):
             yield from layers_of(layer)
-        elif layer.trainable_weights:
+        elif weights_of(layer):
             yield layer
+
+
+def weights_of(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the weights of a layer or model that FSDP shards: all that may be trained.
+
+    Frozen weights are among them, but for integers, of which there is no gradient.
+    """
+    weights = {id(v): v for v in compat.layer_weights(layer)}.values()
+    return [v for v in weights if v.trainable or tf.as_dtype(v.dtype).is_floating]
 
 
 class Unit:
@@ -113,11 +133,13 @@ class Unit:
         self._max_kept_bytes = max_kept_bytes
         self._check = check
         self._keras_call = layer.call
-        self._weights: list[Sharded] = [
-            v for v in layer.trainable_weights if isinstance(v, Sharded)
-        ]
-        self._others = [v for v in layer.variables if not isinstance(v, Sharded)]
+        self.list_weights()
         layer.call = self._call
+
+    def list_weights(self) -> None:
+        """Note which variables of the layer are sharded, and which are not."""
+        self._weights = [v for v in weights_of(self._layer) if isinstance(v, Sharded)]
+        self._others = [v for v in self._layer.variables if not isinstance(v, Sharded)]
 
     def _call(self, *args, **kwargs):
         if compat.have_values(self._weights):
@@ -125,14 +147,14 @@ class Unit:
         self._check()
         if unfrozen := [v.path for v in self._others if v.trainable]:
             raise ValueError(
-                f"fsdp: {', '.join(unfrozen)}: trainable now, but not when fsdp(model) was called. "
-                "Set `trainable` before that call."
+                f"fsdp: {', '.join(unfrozen)}: not among the weights when fsdp(model) was called. "
+                "Build the model, and enable LoRA, before that call."
             )
         chain = self._chains.current()
         flat = tf.nest.flatten((args, kwargs))
         tensors = [x for x in flat if isinstance(x, tf.Tensor)]
         index = len(chain.inputs)
-        chain.inputs.extend(tensors[:1] or chain.inputs[-1:])
+        chain.inputs.extend([_unpadded(x) for x in tensors[:1]] or chain.inputs[-1:])
         chain.sizes[index:] = [
             sum(
                 flat_shards.elements(v.tfdist_shape) * tf.as_dtype(v.dtype).size
@@ -157,7 +179,8 @@ class Unit:
         self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], index: int
     ):
         arguments = _Tensors((args, kwargs))
-        parts = [compat.own_copy(v) for v in self._weights]
+        parts = own_parts(self._weights)
+        trained = [v.trainable for v in self._weights]
         states = [compat.own_copy(v) for v in self._others]
         call_context = compat.context()
         results_of_forward = _ForwardResults()
@@ -193,8 +216,9 @@ class Unit:
                 with tf.control_dependencies(ready):
                     inputs_again = [tf.identity(x) for x in inputs]
                 sources = [x for x in inputs_again if x.dtype.is_floating]
+                weights = [x for x, train in zip(again_whole, trained, strict=True) if train]
                 with tf.GradientTape() as tape:
-                    tape.watch([*sources, *again_whole])
+                    tape.watch([*sources, *weights])
                     y, _, losses = self._compute(
                         arguments.packed(inputs_again), again_whole, before, call_context
                     )
@@ -206,15 +230,16 @@ class Unit:
                 ]
                 grads = tape.gradient(
                     [targets[i] for i in used],
-                    [*sources, *again_whole, *variables],
+                    [*sources, *weights, *variables],
                     output_gradients=[dys[i] for i in used],
                 )
                 to_inputs = iter(grads[: len(sources)])
                 of_inputs = [next(to_inputs) if x.dtype.is_floating else None for x in inputs_again]
-                of_weights = grads[len(sources) : len(sources) + len(again_whole)]
+                to_weights = iter(grads[len(sources) : len(sources) + len(weights)])
+                of_weights = [next(to_weights) if train else None for train in trained]
                 sums = self._gathering.scatter(self._weights, own, of_weights, f"{name} sum")
                 result = [*of_inputs, *sums, *[None] * len(before)]
-                return (result, grads[len(sources) + len(again_whole) :]) if variables else result
+                return (result, grads[len(sources) + len(weights) :]) if variables else result
 
             return [
                 *outputs,

@@ -8,6 +8,7 @@ import keras
 
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.sharding.fsdp import fsdp
+from tfdist.parallel.sharding.fsdp_unit import weights_of
 
 
 def request(variable: keras.Variable, axes: Sequence[str | None]) -> None:
@@ -23,29 +24,34 @@ def request(variable: keras.Variable, axes: Sequence[str | None]) -> None:
 def shard(model: keras.Model) -> None:
     """Shard the weights of a model if layouts split some of them; call it before `compile`.
 
-    All trainable weights are sharded over all replicas, whichever axes the layouts name.
+    All weights are sharded over all replicas, whichever axes the layouts name, and before another
+    `compile` those that layers got since, as by `enable_lora`.
 
     Raises:
-        ValueError: If a layout has another number of axes than its weight, or splits a frozen
-            weight or a state, which `fsdp` leaves whole.
+        ValueError: If a layout has another number of axes than its weight, or splits state, which
+            `fsdp` leaves whole.
     """
     asked = _asked(model)
-    if not asked or all(isinstance(v, Sharded) for v in asked):
+    if not asked:
         return
-    trainable = {id(v) for v in model.trainable_weights}
+    weights = {id(v) for v in weights_of(model)}
     for v in asked:
         if len(v.tfdist_layout) != len(v.shape):
             raise ValueError(
                 f"layout of the variable {v.path!r}: expected {len(v.shape)} axes, as its shape "
                 f"{tuple(v.shape)} has, received {v.tfdist_layout}."
             )
-        if id(v) not in trainable:
+        if id(v) not in weights:
             raise ValueError(
                 f"layout of the variable {v.path!r}: expected None for all axes, received "
-                f"{v.tfdist_layout}: on TensorFlow, each device holds weights that are not trained "
-                "whole. Take it out of the LayoutMap."
+                f"{v.tfdist_layout}: on TensorFlow, each device holds state and integers whole. "
+                "Take it out of the LayoutMap."
             )
-    fsdp(model)
+    store = next((v.tfdist_store for v in model.weights if isinstance(v, Sharded)), None)
+    if store is None:
+        fsdp(model)
+    else:
+        store.shard_added_weights()
 
 
 def check(model: keras.Model) -> None:

@@ -32,7 +32,7 @@ def check_export(model: keras.Model) -> None:
     Raises:
         ValueError: If the weights are sharded.
     """
-    if any(isinstance(v, Sharded) for v in model.trainable_weights):
+    if any(isinstance(v, Sharded) for v in model.weights):
         raise ValueError(
             "export: the model's weights are sharded. Call model.save(), load the file with "
             "keras.models.load_model(), and export that model."

@@ -41,8 +41,8 @@ class Needs:
 
     Attributes:
         weights: Bytes of each trainable variable.
-        units: Bytes of the trainable variables of each layer that FSDP gathers at once.
-        frozen: Bytes of all other variables: statistics, seeds and metrics.
+        units: Bytes of the weights of each layer that FSDP gathers at once.
+        frozen: Bytes of all other variables: frozen weights, statistics, seeds and metrics.
         slots: Bytes of the optimizer's state that grows with the weights.
         scalars: Bytes of the optimizer's other state.
         fixed: Bytes of a step that do not depend on the number of rows, apart from gradients.
@@ -56,6 +56,7 @@ class Needs:
         stages: Stages of the model for the devices; empty if it cannot be cut.
         not_sharded: Reason why ZeRO and FSDP cannot shard the optimizer; "" if they can.
         not_cut: Reason why the model cannot be cut into stages; "" if it can.
+        frozen_weights: Bytes of each frozen weight that FSDP shards.
     """
 
     weights: Sequence[int]
@@ -73,6 +74,7 @@ class Needs:
     stages: Sequence[Stage] = ()
     not_sharded: str = ""
     not_cut: str = ""
+    frozen_weights: Sequence[int] = ()
 
     @property
     def trainable(self) -> int:
@@ -300,12 +302,15 @@ def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> O
 
 def _fsdp(needs: Needs, devices: int) -> Option:
     part = _part(needs, devices)
-    resident = part + needs.frozen + _slots(needs, devices) + needs.scalars
+    frozen_part = _shards(needs.frozen_weights, devices)
+    frozen = needs.frozen - sum(needs.frozen_weights) + frozen_part
+    resident = part + frozen + _slots(needs, devices) + needs.scalars
     largest = max(needs.units, default=0)
     # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
     peak = resident + part + 3 * largest + _step(needs, devices, devices)
     kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
-    sent = 3 * _others(needs.trainable, devices) - _others(sum(kept_layers), devices)
+    gathered = 2 * (needs.trainable + sum(needs.frozen_weights)) - sum(kept_layers)
+    sent = _others(gathered, devices) + _others(needs.trainable, devices)
     return Option(
         "FSDP (ZeRO-3)",
         "parallel.zero=3",
@@ -372,11 +377,16 @@ def _others(count: int, devices: int) -> int:
 
 
 def _part(needs: Needs, devices: int) -> int:
-    """Return the bytes of the shards of all trainable variables that one device holds.
+    """Return the bytes of the shards of all trainable variables that one device holds."""
+    return _shards(needs.weights, devices)
+
+
+def _shards(variables: Sequence[int], devices: int) -> int:
+    """Return the bytes of the shards of variables that one device holds.
 
     Each variable is padded so that all its shards have equally many rows.
     """
-    return sum(-(-count // devices) for count in needs.weights)
+    return sum(-(-count // devices) for count in variables)
 
 
 def _slots(needs: Needs, devices: int) -> int:

@@ -82,7 +82,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
     stages, not_cut = _stages(model, devices)
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
-        units=[_bytes(layer.trainable_weights) for layer in fsdp_unit.layers_of(model)],
+        units=[_bytes(fsdp_unit.weights_of(layer)) for layer in fsdp_unit.layers_of(model)],
         frozen=_bytes(
             [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
         ),
@@ -98,6 +98,7 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
         stages=stages,
         not_sharded=_refusal(global_norm.check_elementwise, inner),
         not_cut=not_cut,
+        frozen_weights=[_bytes([v]) for v in fsdp_unit.weights_of(model) if not v.trainable],
     )
 
 

@@ -138,16 +138,54 @@ def test_xla_is_refused(model):
         model.fit(np.ones([4, 3]), np.ones([4, 5]), verbose=0)
 
 
-def test_frozen_weights_that_are_unfrozen_later_are_refused(two):
-    with two.scope():
-        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(2)])
-        model.layers[0].trainable = False
-        fsdp(model)
-        assert not isinstance(model.layers[0].kernel, Sharded)
-        model.layers[0].trainable = True
-        model.compile("adam", "mse")
-    with pytest.raises(ValueError, match="not among the trainable weights when fsdp"):
-        model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
+def layers_with_frozen_ones():
+    """Return layers of which some are frozen: whole, in part (LoRA), a kernel of three, state."""
+    lora = keras.layers.Dense(4, "tanh")
+    block = Adapted()
+    return [
+        keras.layers.Dense(6, "tanh", trainable=False),
+        lora,
+        keras.layers.BatchNormalization(trainable=False),
+        keras.layers.Dense(3, "tanh", trainable=False),
+        block,
+        keras.layers.Dense(5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"reshard_after_forward": False}, {"gather_dtype": "bfloat16"}]
+)
+def test_frozen_weights_are_sharded_and_stay_as_they_are(two, how):
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def fit(shard):
+        keras.utils.set_random_seed(1)
+        with two.scope():
+            layers = layers_with_frozen_ones()
+            model = keras.Sequential([keras.Input([3]), *layers])
+            layers[1].enable_lora(2)
+            frozen = [v for v in model.non_trainable_weights if v.name != "seen"]
+            before = [v.numpy() for v in frozen]
+            if shard:
+                shards = fsdp(model, **how)
+                whole = [v.path for v in model.weights if not isinstance(v, Sharded)]
+                assert len(whole) == 4, whole  # state, and what was made with trainable=False
+                parts = sum(-(-v.shape.num_elements() // 2) for v in shards.weights)
+                assert shards.resident_bytes == 4 * parts
+            model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+        model.fit(x, np.ones([8, 5]), batch_size=4, epochs=2, verbose=0)
+        for v, value in zip(frozen, before, strict=True):
+            np.testing.assert_array_equal(v.numpy(), value)
+        layers[3].trainable = True
+        with two.scope():
+            model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+        kernel = layers[3].kernel.numpy()
+        model.fit(x, np.ones([8, 5]), batch_size=4, epochs=2, verbose=0)
+        assert np.abs(layers[3].kernel.numpy() - kernel).max() > 0.01
+        return model.get_weights()
+
+    for found, expected in zip(fit(True), fit(False), strict=True):
+        np.testing.assert_allclose(found, expected, atol=0.02 if "gather_dtype" in how else 1e-6)
 
 
 def test_a_deferred_model_needs_its_weights(two):
