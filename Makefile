@@ -14,7 +14,7 @@ WITHOUT_ONEDNN = TF_ENABLE_ONEDNN_OPTS=0
 FILES = --dist loadfile --max-worker-restart 0
 SCALED = one_device,mirrored,central_storage,multi_worker_mirrored
 
-.PHONY: help train test test-quick test-compat test-engines chaos soak lint bench notebooks docs dist-check test-matrix clean
+.PHONY: help train test test-quick test-compat test-engines test-ecosystem chaos soak lint bench notebooks docs dist-check test-matrix clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-compat  the Keras hooks and parity on the oldest Keras supported"
 	@echo "make test-matrix  the same on each TensorFlow and Keras that can be installed; writes the table of docs/versions.md"
 	@echo "make test-engines the tests on real engines: Slurm, ssh, Open MPI, Ray, Kubernetes"
+	@echo "make test-ecosystem  models of KerasHub, Keras Applications and Keras Recommenders beside Keras without tfdist, KerasTuner; writes the table of docs/ecosystem.md"
 	@echo "make lint         lint and types"
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
@@ -54,6 +55,9 @@ test: test-quick
 # docs/kubernetes.md says where the servers of Kubernetes come from.
 test-engines: .venv/installed-engines
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python $(PYTEST) tests/engines
+
+test-ecosystem: .venv/installed-ecosystem
+	$(BIN)/python .ci/test_ecosystem.py
 
 chaos: .venv/installed-test
 	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py

