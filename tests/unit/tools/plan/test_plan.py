@@ -89,6 +89,19 @@ def test_pipeline_whose_traffic_depends_on_the_data():
     )
 
 
+def test_frozen_weights_are_whole_but_under_fsdp():
+    frozen = [20 * MEGA] * 4
+    units = [30 * MEGA] * 4
+    needs = dataclasses.replace(FOUR, frozen=81 * MEGA, frozen_weights=frozen, units=units)
+    options = options_by_name(4, needs)
+    assert options["ZeRO-2"].resident == (40 + 81 + 10 + 20) * MEGA
+    fsdp = options["FSDP (ZeRO-3)"]
+    assert fsdp.resident == (10 + 20 + 1 + 20) * MEGA  # 1 MB of state is whole
+    assert fsdp.peak == fsdp.resident + (10 + 3 * 30 + 8 + 5) * MEGA
+    # All weights twice, but those of the two last layers once; the gradients once.
+    assert fsdp.sent == (2 * 120 - 60 + 40) * MEGA * 3 // 4
+
+
 @pytest.mark.parametrize(
     ("needs", "name", "reason"),
     [
