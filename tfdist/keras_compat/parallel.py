@@ -526,13 +526,11 @@ class _Deferring(keras.StatelessScope):
             if has_value(variable):
                 variable.assign(value)
             else:
-                variable._initializer = functools.partial(_cast, value)
-        self._given.clear()
-        self.state_mapping.clear()
+                variable._initializer = functools.partial(_given_value, value)
 
 
-def _cast(value: tf.Tensor, shape: Sequence[int], dtype: str) -> tf.Tensor:
-    """Return a value, as an initializer does."""
+def _given_value(value: tf.Tensor, shape: Sequence[int], dtype: str) -> tf.Tensor:
+    """Return a value as an initializer does."""
     return tf.cast(value, dtype)
 
 

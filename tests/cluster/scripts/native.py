@@ -53,7 +53,7 @@ def embedded():
 
 
 def padded():
-    """Return a model of which oneDNN makes the padding a part of the convolution."""
+    """Return a model whose padding and convolution oneDNN fuses."""
     return keras.Sequential(
         [
             keras.Input([6]),

@@ -17,8 +17,7 @@ from tfdist.parallel.replica_weight import Weight, weighted
 
 def own_parts(variables: Sequence[Sharded]) -> list[tf.Tensor]:
     """Return this replica's row of each weight; no gradient reaches that of a frozen one."""
-    parts = [(own_copy(v), v.trainable) for v in variables]
-    return [part if train else tf.stop_gradient(part) for part, train in parts]
+    return [own_copy(v) if v.trainable else tf.stop_gradient(own_copy(v)) for v in variables]
 
 
 class Gathering:

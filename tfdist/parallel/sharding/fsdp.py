@@ -177,19 +177,12 @@ class FSDP(Store):
         self._exact = gathering(None)  # for reads outside of a step
         self._model = model
         self.weights: list[Sharded] = []
-        trained = {id(v) for v in model.trainable_weights}
-        frozen = [v for v in weights_of(model) if id(v) not in trained]
-        for v in (*model.trainable_weights, *frozen):
-            self.shard_variable(v)
-            self.weights.append(v)
+        self._names: dict[int, str] = {}
+        self._shard_weights()
         for v in (*model.non_trainable_variables, *model.weights, *model.metrics_variables):
             if not has_value(v):
                 initialize(v)
         self.broadcast_values(model.weights)
-        self._names = {id(v): f"weight {i}" for i, v in enumerate(self.weights)}
-        # What gradients will take, which frozen weights do not have.
-        gradient_bytes = self._bytes_of_part(model.trainable_weights)
-        max_kept_bytes = gradient_bytes if reshard_after_forward else None
         self._units = []
         for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
             if isinstance(layer, ShardedEmbedding) and layer.shards == 1:
@@ -201,8 +194,9 @@ class FSDP(Store):
                 self._gathering,
                 self._chains,
                 prefetch,
-                max_kept_bytes,
+                self._gradient_bytes if reshard_after_forward else None,
                 lambda: self.check_xla(self._model),
+                lambda: self.placement.local_replicas == 1 or self.in_step(),
             )
             self._units.append(unit)
 
@@ -211,13 +205,16 @@ class FSDP(Store):
 
         Call it before the model is compiled again. All processes must call it, in the scope.
         """
+        self._shard_weights()
+        for unit in self._units:
+            unit.list_weights()
+
+    def _shard_weights(self) -> None:
         for v in weights_of(self._model):
             if not isinstance(v, Sharded):
                 self.shard_variable(v)
                 self._names[id(v)] = f"weight {len(self.weights)}"
                 self.weights.append(v)  # type: ignore[arg-type]
-        for unit in self._units:
-            unit.list_weights()
 
     @property
     def bytes_per_step(self) -> int:
@@ -230,9 +227,13 @@ class FSDP(Store):
     @property
     def resident_bytes(self) -> int:
         """Return the size in bytes of each replica's part of the weights."""
-        return self._bytes_of_part(self.weights)
+        return self._bytes_of_parts(self.weights)
 
-    def _bytes_of_part(self, weights: Sequence[Any]) -> int:
+    def _gradient_bytes(self) -> int:
+        """Return the size in bytes of each replica's part of the summed gradients."""
+        return self._bytes_of_parts([v for v in self.weights if v.trainable])
+
+    def _bytes_of_parts(self, weights: Sequence[Sharded]) -> int:
         return sum(
             flat_shards.length(flat_shards.elements(v.tfdist_shape), self.group.size)
             * tf.as_dtype(v.dtype).size

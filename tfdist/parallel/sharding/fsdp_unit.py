@@ -66,10 +66,10 @@ class Chains:
 
 
 def _unpadded(x: tf.Tensor) -> tf.Tensor:
-    """Return the tensor of which `x` is the padded one, or else `x` itself.
+    """Return `x` before padding.
 
-    Where oneDNN makes a padding and the convolution after it one operation, what waits for the
-    padding waits for the convolution: for ever, if these are its weights.
+    oneDNN fuses a padding and the convolution after it, and what waits for the padding then waits
+    for the convolution. The convolution's own weights would wait for ever.
     """
     while not tf.executing_eagerly() and x.op.type in ("Identity", "Pad", "PadV2"):
         x = x.op.inputs[0]
@@ -110,9 +110,10 @@ class Unit:
         gathering: Collectives for the weights and their gradients.
         chains: Chains of the model.
         prefetch: Number of units ahead whose weights are gathered.
-        max_kept_bytes: Bytes of gathered weights that may stay in memory from forward to backward.
-            None: all of them stay, and backward recomputes nothing.
+        max_kept_bytes: Function that returns the bytes of gathered weights that may stay in memory
+            from forward to backward. None: all of them stay, and backward recomputes nothing.
         check: Function that is called when a step is traced.
+        in_replica: Function that returns whether the caller computes for one replica.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class Unit:
         gathering: Gathering,
         chains: Chains,
         prefetch: int,
-        max_kept_bytes: int | None,
+        max_kept_bytes: Callable[[], int] | None,
         check: Callable[[], None],
+        in_replica: Callable[[], bool],
     ):
         self._layer = layer
         self._name = name
@@ -132,6 +134,7 @@ class Unit:
         self._prefetch = prefetch
         self._max_kept_bytes = max_kept_bytes
         self._check = check
+        self._in_replica = in_replica
         self._keras_call = layer.call
         self.list_weights()
         layer.call = self._call
@@ -142,7 +145,9 @@ class Unit:
         self._others = [v for v in self._layer.variables if not isinstance(v, Sharded)]
 
     def _call(self, *args, **kwargs):
-        if compat.have_values(self._weights):
+        # Where a model is called for all replicas of a process at once, outside of a step, its
+        # weights are read whole.
+        if compat.have_values(self._weights) or not self._in_replica():
             return self._keras_call(*args, **kwargs)
         self._check()
         if unfrozen := [v.path for v in self._others if v.trainable]:
@@ -307,11 +312,8 @@ class Unit:
         It is called when backward is traced, because all calls of units are known by then.
         """
         sizes = self._chains.current().sizes
-        return (
-            len(sizes) - layers_kept(sizes, self._prefetch, self._max_kept_bytes or 0)
-            <= index
-            < len(sizes)
-        )
+        max_kept_bytes = self._max_kept_bytes() if self._max_kept_bytes else 0
+        return len(sizes) - layers_kept(sizes, self._prefetch, max_kept_bytes) <= index < len(sizes)
 
     def _gates(self, index: int, dys: Sequence[Any]) -> tuple[list, list]:
         """Return the control dependencies of backward's gathering and of its recomputation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -138,18 +139,21 @@ def test_xla_is_refused(model):
         model.fit(np.ones([4, 3]), np.ones([4, 5]), verbose=0)
 
 
-def layers_with_frozen_ones():
-    """Return layers of which some are frozen: whole, in part (LoRA), a kernel of three, state."""
-    lora = keras.layers.Dense(4, "tanh")
-    block = Adapted()
-    return [
-        keras.layers.Dense(6, "tanh", trainable=False),
-        lora,
-        keras.layers.BatchNormalization(trainable=False),
-        keras.layers.Dense(3, "tanh", trainable=False),
-        block,
-        keras.layers.Dense(5),
-    ]
+def partly_frozen():
+    """Return a model with frozen layers, with LoRA, and with state."""
+    model = keras.Sequential(
+        [
+            keras.Input([3]),
+            keras.layers.Dense(6, "tanh", trainable=False),
+            keras.layers.Dense(4, "tanh"),
+            keras.layers.BatchNormalization(trainable=False),
+            keras.layers.Dense(3, "tanh", trainable=False),
+            Adapted(),
+            keras.layers.Dense(5),
+        ]
+    )
+    model.layers[1].enable_lora(2)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -161,9 +165,7 @@ def test_frozen_weights_are_sharded_and_stay_as_they_are(two, how):
     def fit(shard):
         keras.utils.set_random_seed(1)
         with two.scope():
-            layers = layers_with_frozen_ones()
-            model = keras.Sequential([keras.Input([3]), *layers])
-            layers[1].enable_lora(2)
+            model = partly_frozen()
             frozen = [v for v in model.non_trainable_weights if v.name != "seen"]
             before = [v.numpy() for v in frozen]
             if shard:
@@ -176,16 +178,27 @@ def test_frozen_weights_are_sharded_and_stay_as_they_are(two, how):
         model.fit(x, np.ones([8, 5]), batch_size=4, epochs=2, verbose=0)
         for v, value in zip(frozen, before, strict=True):
             np.testing.assert_array_equal(v.numpy(), value)
-        layers[3].trainable = True
+        unfrozen = model.layers[3]
+        unfrozen.trainable = True
         with two.scope():
             model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
-        kernel = layers[3].kernel.numpy()
+        kernel = unfrozen.kernel.numpy()
         model.fit(x, np.ones([8, 5]), batch_size=4, epochs=2, verbose=0)
-        assert np.abs(layers[3].kernel.numpy() - kernel).max() > 0.01
+        assert np.abs(unfrozen.kernel.numpy() - kernel).max() > 0.01
         return model.get_weights()
 
     for found, expected in zip(fit(True), fit(False), strict=True):
         np.testing.assert_allclose(found, expected, atol=0.02 if "gather_dtype" in how else 1e-6)
+
+
+def test_lora_after_fsdp_is_refused(two):
+    with two.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(2)])
+        fsdp(model)
+        model.layers[0].enable_lora(2)
+        model.compile("adam", "mse")
+    with pytest.raises(ValueError, match=r"lora_kernel_a, .*not among the weights when fsdp.*LoRA"):
+        model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
 
 
 def test_a_deferred_model_needs_its_weights(two):
@@ -321,6 +334,20 @@ def test_a_sharded_weight_looks_whole_but_to_optimizers(two, model):
         np.concatenate([v.numpy() for v in two.experimental_local_results(kernel._value)])[:15],
         (before[0] + 1).ravel(),
     )
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_model_may_be_called_outside_of_a_step(two, keep):
+    x = tf.ones([4, 3])
+    with two.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(5)])
+        expected = model(x).numpy()
+        fsdp(model, reshard_after_forward=not keep)
+    for scope in (contextlib.nullcontext(), two.scope()):
+        with scope:
+            np.testing.assert_allclose(model(x), expected, rtol=1e-6)
+            traced = tf.function(model, autograph=False)
+            np.testing.assert_allclose(traced(x), expected, rtol=1e-6)
 
 
 def bfloat16(x):

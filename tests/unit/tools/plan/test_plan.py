@@ -89,7 +89,7 @@ def test_pipeline_whose_traffic_depends_on_the_data():
     )
 
 
-def test_frozen_weights_are_whole_but_under_fsdp():
+def test_frozen_weights_are_whole_except_under_fsdp():
     frozen = [20 * MEGA] * 4
     units = [30 * MEGA] * 4
     needs = dataclasses.replace(FOUR, frozen=81 * MEGA, frozen_weights=frozen, units=units)
