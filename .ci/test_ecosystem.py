@@ -13,10 +13,12 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 
+import tables
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ecosystem.md"
 RESULTS = ROOT / "build" / "ecosystem.xml"
-BEGIN, END = "<!-- of make test-ecosystem -->\n", "<!-- end -->\n"
+BEGIN = "<!-- of make test-ecosystem -->\n"
 MODELS = "tests/ecosystem"
 OTHERS = ("tests/cluster/test_kerashub.py", "tests/cluster/test_tuning.py")
 WAYS = {
@@ -25,6 +27,7 @@ WAYS = {
     "servers": "parameter servers",
     "fsdp": "FSDP, two workers",
     "pipeline": "two pipeline stages",
+    "layouts": "its layout map, two devices",
 }
 PACKAGES = ("keras-hub", "keras-rs", "keras-tuner", "tensorflow", "keras")
 
@@ -35,7 +38,7 @@ def main(words: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-q", MODELS, *OTHERS]
     code = subprocess.run([*command, f"--junitxml={RESULTS}", *words], cwd=ROOT).returncode
     if not words and code in (0, 1):  # not where pytest was interrupted, or could not start
-        write(table(RESULTS))
+        tables.write(PAGE, BEGIN, table(RESULTS))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     return code
 
@@ -44,20 +47,20 @@ def table(results: pathlib.Path) -> str:
     """Return the table of the page, from pytest's results as JUnit's XML."""
     cells: dict[str, dict[str, str]] = {}
     for case in xml.etree.ElementTree.parse(results).iter("testcase"):
-        test, bracket, words = case.attrib["name"].rstrip("]").partition("[")
-        if test == "test_numbers_are_those_of_keras" and bracket:
+        test, _, words = case.attrib["name"].rstrip("]").partition("[")
+        if test == "test_numbers_are_those_of_keras":
             name, _, way = words.rpartition("-")
             cells.setdefault(name, {})[way] = said(case)
     lines = [
         f"| model | {' | '.join(WAYS.values())} |",
         f"|---|{'---|' * len(WAYS)}",
         *(
-            f"| {name} | {' | '.join(row.get(way, '') for way in WAYS)} |"
+            f"| {name} | {' | '.join(row.get(way, '—') for way in WAYS)} |"
             for name, row in cells.items()
         ),
     ]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    return "\n".join([*lines, "", f"With {versions}, Python {platform.python_version()}.", ""])
+    return "\n".join([*lines, "", f"With {versions}, Python {platform.python_version()}."])
 
 
 def said(case: xml.etree.ElementTree.Element) -> str:
@@ -65,13 +68,6 @@ def said(case: xml.etree.ElementTree.Element) -> str:
     if case.find("failure") is not None or case.find("error") is not None:
         return "**fails**"
     return "equal" if case.find("skipped") is None else "no"
-
-
-def write(text: str) -> None:
-    """Replace the table of the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import venv
 
+import tables
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".venv-matrix"
 PAGE = ROOT / "docs" / "versions.md"
@@ -34,7 +36,7 @@ HEADER = (
     "| TensorFlow | Keras | Python | hooks | parity, `mirrored-2` |",
     "|---|---|---|---|---|",
 )
-BEGIN, END = "<!-- of make test-matrix -->\n", "<!-- end -->\n"
+BEGIN = "<!-- of make test-matrix -->\n"
 INSTALL_S = 1800
 TESTS_S = 3600
 
@@ -159,9 +161,8 @@ def verdict(code: int, text: str) -> str:
 
 def rows_of(page: str) -> list[Row]:
     """Return the rows of the table on the page."""
-    table = page.partition(BEGIN)[2].partition(END)[0]
     rows = []
-    for line in table.splitlines()[len(HEADER) :]:
+    for line in tables.read(page, BEGIN).splitlines()[len(HEADER) :]:
         cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
         rows.append(Row((minor(cells[0]), minor(cells[1])), cells))
     return rows
@@ -174,10 +175,7 @@ def minor(version: str) -> str:
 
 def write(rows: list[Row]) -> None:
     """Write the table of the page, and `TESTED` of the package."""
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    table = "\n".join([*HEADER, *map(str, rows)])
-    PAGE.write_text(f"{before}{BEGIN}{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    tables.write(PAGE, BEGIN, "\n".join([*HEADER, *map(str, rows)]))
     pairs = [f'("{a}", "{b}"),' for a, b in (row.combination for row in rows if row.passed)]
     lines = "".join(f"\n    {pair}" for pair in pairs) + "\n" if len(pairs) > 1 else "".join(pairs)
     module, count = re.subn(

@@ -3,7 +3,9 @@
 import faulthandler
 import functools
 import gc
+import importlib
 import os
+import pathlib
 import signal
 import sys
 
@@ -75,6 +77,14 @@ def garbage():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def ci_program(monkeypatch):
+    """Return a function that imports a program of the directory .ci, by its name."""
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).resolve().parent.parent / ".ci")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

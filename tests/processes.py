@@ -15,9 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tests.forkserver import LEAN, Popen
 from tests.forkserver import ROOT as ROOT
+
+if TYPE_CHECKING:
+    from tfdist import ClusterSpec
 
 
 @dataclasses.dataclass
@@ -137,14 +141,20 @@ def is_gone(pid: int | str) -> bool:
 
 
 def workers(members: Group, count: int, command: Sequence[str], **environ: str) -> None:
-    """Start a cluster of workers on loopback; `{index}` in the command is the worker's index."""
+    """Start a cluster of workers on loopback, as `tasks` does."""
     from tfdist import ClusterSpec
 
-    spec = ClusterSpec.local(workers=count)
-    for index in range(count):
-        config = spec.for_task("worker", index).to_tf_config()
+    tasks(members, ClusterSpec.local(workers=count), command, **environ)
+
+
+def tasks(members: Group, spec: ClusterSpec, command: Sequence[str], **environ: str) -> None:
+    """Start all tasks of a cluster; `{index}` in the command is the task's index."""
+    for task in spec.tasks:
         members.start(
-            f"worker-{index}", [c.format(index=index) for c in command], TF_CONFIG=config, **environ
+            str(task).replace(":", "-"),
+            [c.format(index=task.index) for c in command],
+            TF_CONFIG=spec.for_task(task.type, task.index).to_tf_config(),
+            **environ,
         )
 
 

@@ -28,6 +28,7 @@ from tfdist.cluster import addresses
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+) ?(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 TIMEOUT_S = 180  # for one block; each takes some ten
+SCRIPT_S = 300  # for one script that other tests run
 
 
 def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
@@ -37,6 +38,26 @@ def blocks(page: pathlib.Path, language: str) -> list[tuple[str, str]]:
         for block_language, words, text in FENCE.findall(page.read_text(encoding="utf-8"))
         if block_language == language
     ]
+
+
+def output_of_script(directory, script: str, name: str, *launch: str, strategy: str = "") -> str:
+    """Run a page's script with this strategy, and return its output.
+
+    Args:
+        directory: Where the script is written, as NAME.py, and run.
+        script: Text of the script.
+        name: Name of the script and of its log.
+        launch: Words before the script, such as those of `tfdist launch`.
+        strategy: Arguments of `make_strategy`.
+    """
+    text = script.replace("make_strategy()", f"make_strategy({strategy})")
+    (directory / f"{name}.py").write_text(text)
+    command = f"cd '{directory}' && exec '{PYTHON}' \"$@\""
+    with group(directory) as members:
+        words = [*launch, f"{name}.py"]
+        members.start(name, ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
+        members.succeed(SCRIPT_S)
+        return members.log(name)
 
 
 def runnable() -> list:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, group, workers
+from tests.processes import PYTHON, ROOT, group, tasks, workers
 from tests.reports import RUN_FILES, files_of_run
 from tfdist import ClusterSpec
 
@@ -111,14 +111,7 @@ def test_launcher_trains_digits_under_a_parameter_server(members, environ, tmp_p
 def test_all_tasks_of_a_parameter_server_job_by_hand_end_with_it(members, environ, tmp_path):
     spec = ClusterSpec.local(workers=2, ps=1, chief=True)
     flags = ["--config.train.epochs=1", f"--config.output.dir={tmp_path / 'run'}"]
-    for task in spec.tasks:
-        config = spec.for_task(task.type, task.index).to_tf_config()
-        members.start(
-            str(task).replace(":", "-"),
-            [PYTHON, "-m", *UNDER_SERVERS, *flags],
-            TF_CONFIG=config,
-            **environ,
-        )
+    tasks(members, spec, [PYTHON, "-m", *UNDER_SERVERS, *flags], **environ)
     members.succeed(TIMEOUT_S)
     assert "strategy parameter_server" in members.log("worker-1")
     assert not losses(members.log("worker-1"))

@@ -5,33 +5,26 @@ import re
 
 import pytest
 
-from tests.cluster.test_docs import blocks
-from tests.processes import PYTHON, ROOT, group
+from tests.cluster.test_docs import SCRIPT_S, blocks, output_of_script
+from tests.processes import ROOT
 
 pytest.importorskip("keras_hub")
-TIMEOUT_S = 300
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+pytestmark = pytest.mark.timeout(2 * SCRIPT_S)
+LAUNCH = ("-m", "tfdist", "launch", "--workers", "2", "--")
 
 
 def test_the_script_of_the_docs_gives_the_same_on_workers(tmp_path):
-    ((_, script),) = (
-        (n, text) for n, text in blocks(ROOT / "docs" / "ecosystem.md", "python") if n
-    )
-    alone = script.replace("make_strategy()", "make_strategy('one_device', devices='cpu')")
-    (tmp_path / "alone.py").write_text(alone)
-    (tmp_path / "finetune.py").write_text(script)
-    launch = ("-m", "tfdist", "launch", "--workers", "2", "--", "finetune.py")
-    found = {}
-    with group(tmp_path) as members:
-        for name, words in {"alone": ("alone.py",), "workers": launch}.items():
-            command = f"cd '{tmp_path}' && exec '{PYTHON}' \"$@\""
-            members.start(name, ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
-            members.succeed(TIMEOUT_S)
-            log = members.log(name)
-            losses = [json.loads(words) for words in re.findall(r"losses (.*)", log)]
-            found[name] = (losses, re.findall(r"generated (.*)", log))
-    (losses,), (text,) = found["alone"]
+    (script,) = (text for name, text in blocks(ROOT / "docs" / "ecosystem.md", "python") if name)
+    one = "'one_device', devices='cpu'"
+    alone = output_of_script(tmp_path, script, "alone", strategy=one)
+    workers = output_of_script(tmp_path, script, "workers", *LAUNCH)
+
+    def said(log):
+        losses = [json.loads(words) for words in re.findall(r"losses (.*)", log)]
+        return losses, re.findall(r"generated (.*)", log)
+
+    ((losses,), (text,)), (of_workers, texts) = said(alone), said(workers)
     assert losses[1] < losses[0]
-    for of_worker in found["workers"][0]:
+    for of_worker in of_workers:
         assert of_worker == pytest.approx(losses, rel=1e-5)
-    assert found["workers"][1] == [text, text]
+    assert texts == [text, text]

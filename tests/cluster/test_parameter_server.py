@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.cluster.scripts.ps_features import FEATURES, GUIDES
-from tests.processes import PYTHON, ROOT, group
+from tests.processes import PYTHON, ROOT, group, tasks
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.strategies.factory import make_strategy
 
@@ -22,11 +22,7 @@ def results_of(directory, workers, ps, *features):
     out = directory / "results.json"
     command = [PYTHON, "-m", "tests.cluster.scripts.ps_features", str(out), *features]
     with group(directory) as members:
-        for task in spec.tasks:
-            config = spec.for_task(task.type, task.index).to_tf_config()
-            members.start(
-                str(task).replace(":", "-"), command, TF_CONFIG=config, PYTHONPATH=str(ROOT)
-            )
+        tasks(members, spec, command, PYTHONPATH=str(ROOT))
         members.succeed(TIMEOUT_S)
     return json.loads(out.read_text())
 

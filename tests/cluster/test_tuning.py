@@ -4,26 +4,19 @@ import re
 
 import pytest
 
-from tests.cluster.test_docs import blocks
-from tests.processes import PYTHON, ROOT, group
+from tests.cluster.test_docs import SCRIPT_S, blocks, output_of_script
+from tests.processes import ROOT
 
 pytest.importorskip("keras_tuner")
-TIMEOUT_S = 300
-pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+pytestmark = pytest.mark.timeout(3 * SCRIPT_S)
 TUNER = re.compile(r"keras_tuner\.RandomSearch\((.*?)max_trials=2,", re.DOTALL)
 HYPERBAND = r"keras_tuner.Hyperband(\1max_epochs=2, factor=2,"
 
 
 def best(directory, script, name, *launch, strategy=""):
     """Run the script of the docs; return what its processes print as the best, without repeats."""
-    text = script.replace("make_strategy()", f"make_strategy({strategy})")
-    (directory / f"{name}.py").write_text(text)
-    command = f"cd '{directory}' && exec '{PYTHON}' \"$@\""
-    with group(directory) as members:
-        words = [*launch, f"{name}.py"]
-        members.start(name, ["bash", "-c", command, "bash", *words], PYTHONPATH=str(ROOT))
-        members.succeed(TIMEOUT_S)
-        return re.findall(r"best (\{.*\}) (\S+)", members.log(name))
+    log = output_of_script(directory, script, name, *launch, strategy=strategy)
+    return re.findall(r"best (\{.*\}) (\S+)", log)
 
 
 def same(found, expected, count):

@@ -19,30 +19,15 @@ CLASSES = 3
 WORDS = 50
 LENGTH = 12
 IMAGE = (32, 32, 3)
+TRANSFORMER = {
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 16,
+    "intermediate_dim": 32,
+    "dropout": 0.0,
+}
 MODELS: dict[str, Model] = {}
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """Model of a package and what it is trained on.
-
-    Attributes:
-        package: Distribution on PyPI.
-        build: Returns the model, not compiled.
-        data: Returns what `fit` takes, as arrays: inputs, labels and maybe weights of rows.
-        loss: Loss of the labels.
-        optimizer: Returns the optimizer.
-        metric: Returns a metric. The logits of a deep model with random weights are so nearly equal
-            that rounding decides which is the largest, and so its accuracy.
-    """
-
-    package: str
-    build: Callable[[], keras.Model]
-    data: Callable[[], tuple]
-    loss: Any
-    optimizer: Callable[[], keras.optimizers.Optimizer]
-    metric: Callable[[], Any]
 
 
 def accuracy():
@@ -53,16 +38,35 @@ def crossentropy():
     return keras.metrics.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def model(
-    name: str,
-    package: str,
-    data: Callable[[], tuple],
-    loss: Any,
-    optimizer: Callable[[], keras.optimizers.Optimizer],
-    metric: Callable[[], Any] = accuracy,
-):
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Model of a package and what it is trained on.
+
+    Attributes:
+        build: Returns the model, not compiled.
+        package: Distribution on PyPI.
+        data: Returns what `fit` takes, as arrays: inputs, labels and maybe weights of rows.
+        loss: Loss of the labels.
+        optimizer: Returns the optimizer.
+        metric: Returns a metric. The logits of a deep model with random weights are so nearly equal
+            that rounding decides which is the largest, and so its accuracy.
+        backbone: Name of a class of KerasHub that makes a layout map. None: there is none.
+    """
+
+    build: Callable[[], keras.Model]
+    package: str
+    data: Callable[[], tuple]
+    loss: Any
+    optimizer: Callable[[], keras.optimizers.Optimizer]
+    metric: Callable[[], Any] = accuracy
+    backbone: str | None = None
+
+
+def model(name: str, *facts):
+    """Register what builds a model, with the facts about it in the order of `Model`."""
+
     def register(build):
-        MODELS[name] = Model(package, build, data, loss, optimizer, metric)
+        MODELS[name] = Model(build, *facts)
         return build
 
     return register
@@ -122,13 +126,7 @@ def gpt2():
     import keras_hub
 
     backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=WORDS,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dropout=0.0,
-        max_sequence_length=LENGTH,
+        **TRANSFORMER, vocabulary_size=WORDS, max_sequence_length=LENGTH
     )
     return keras_hub.models.GPT2CausalLM(backbone)
 
@@ -150,7 +148,7 @@ def gpt2_with_tokenizer():
     )
 
 
-@model("Gemma, LoRA", "keras-hub", texts, LOGITS, adam)
+@model("Gemma, LoRA", "keras-hub", texts, LOGITS, adam, accuracy, "GemmaBackbone")
 def gemma():
     import keras_hub
 
@@ -168,18 +166,27 @@ def gemma():
     return keras_hub.models.GemmaCausalLM(backbone)
 
 
+@model("Llama", "keras-hub", texts, LOGITS, sgd, accuracy, "LlamaBackbone")
+def llama():
+    import keras_hub
+
+    backbone = keras_hub.models.LlamaBackbone(
+        vocabulary_size=WORDS,
+        num_layers=2,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=16,
+        intermediate_dim=32,
+    )
+    return keras_hub.models.LlamaCausalLM(backbone)
+
+
 @model("BERT classifier", "keras-hub", labelled_texts, LOGITS, sgd)
 def bert():
     import keras_hub
 
     backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=WORDS,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        dropout=0.0,
-        max_sequence_length=LENGTH,
+        **TRANSFORMER, vocabulary_size=WORDS, max_sequence_length=LENGTH
     )
     return keras_hub.models.BertTextClassifier(backbone, num_classes=CLASSES, dropout=0.0)
 

@@ -13,6 +13,12 @@ import tempfile
 import time
 import traceback
 
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.ecosystem.models import LENGTH, MODELS
+
 EPOCHS = 2
 BATCH = 8
 
@@ -20,9 +26,13 @@ BATCH = 8
 def strategy_of(way: str):
     """Return the strategy of a way; None is Keras without tfdist."""
     if way == "plain":
+        assert "tfdist" not in sys.modules
         return None
     import tfdist
 
+    if way == "layouts":
+        tfdist.enable(devices=2)
+        return None
     if way in ("mirrored", "pipeline"):  # a pipeline takes its two devices
         return tfdist.make_strategy("mirrored", devices="2")
     return tfdist.make_strategy(timeout=60)
@@ -30,19 +40,24 @@ def strategy_of(way: str):
 
 def compiled(way: str, facts, strategy):
     """Return a model that is ready to train in this way."""
-    import keras
-
     keras.utils.set_random_seed(1)
+    if way == "layouts":
+        import keras_hub
+
+        mesh = keras.distribution.DeviceMesh((1, 2), ("batch", "model"))
+        layouts = getattr(keras_hub.models, facts.backbone).get_layout_map(mesh)
+        keras.distribution.set_distribution(
+            keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+        )
     with strategy.scope() if strategy and way != "pipeline" else contextlib.nullcontext():
         model = facts.build()
-        if way == "fsdp":
-            import tfdist
+        if way in ("fsdp", "pipeline"):
+            from tfdist.parallel import fsdp, pipeline
 
-            tfdist.parallel.fsdp(model)
-        elif way == "pipeline":
-            import tfdist
-
-            model = tfdist.parallel.pipeline(model, stages=2, microbatches=2)
+            if way == "fsdp":
+                fsdp(model)
+            else:
+                model = pipeline(model, stages=2, microbatches=2)
         # Classes of KerasHub have metrics and a sampler of their own where none is named.
         own = {"sampler": "greedy"} if hasattr(model, "generate") else {}
         metric = facts.metric()
@@ -55,12 +70,6 @@ def trained(way: str, facts, strategy) -> dict:
 
     A model that generates text also does that, greedily.
     """
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    from tests.ecosystem.models import LENGTH
-
     model = compiled(way, facts, strategy)
     arrays = facts.data()
     inputs = arrays[0]
@@ -86,10 +95,6 @@ def trained(way: str, facts, strategy) -> dict:
 
 def main(way: str, out: str, *names: str) -> None:
     strategy = strategy_of(way)
-    import keras
-
-    from tests.ecosystem.models import MODELS
-
     results = {}
     for name in names or MODELS:
         keras.backend.clear_session()

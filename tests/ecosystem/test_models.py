@@ -5,6 +5,7 @@ The numbers to reach come from a process that does not import tfdist.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pathlib
 import pickle
@@ -14,14 +15,13 @@ import numpy as np
 import pytest
 
 from tests.ecosystem.models import MODELS
-from tests.processes import PYTHON, ROOT, group, workers
+from tests.forkserver import OFF
+from tests.processes import PYTHON, ROOT, group, tasks
 from tfdist.cluster.spec import ClusterSpec
 
-WAYS = ("mirrored", "workers", "servers", "fsdp", "pipeline")
+WAYS = ("mirrored", "workers", "servers", "fsdp", "pipeline", "layouts")
 TIMEOUT_S = 1500  # for one way: about 200 on an idle machine of 2 cores
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-
-
 # What a way cannot do.
 REFUSED = {
     ("GPT-2, raw text", "servers"): "the tokenizer's table of words is on the chief",
@@ -33,51 +33,48 @@ def missing(package: str) -> bool:
     return importlib.util.find_spec(package.replace("-", "_")) is None
 
 
-def start(members, way: str, directory: pathlib.Path, models: list[str]) -> None:
-    """Start the processes of a way, which write their numbers into the directory."""
-
-    def command(name: str) -> list[str]:
-        out = str(directory / f"{name}.pickle")
-        return [PYTHON, "-m", "tests.ecosystem.runner", way, out, *models]
-
-    if way in ("workers", "fsdp"):
-        workers(members, 2, command("{index}"), PYTHONPATH=str(ROOT))
-        return
-    if way != "servers":
-        members.start(way, command(way), PYTHONPATH=str(ROOT))
-        return
-    # With one worker, steps have the order of the data.
-    spec = ClusterSpec.local(chief=True, workers=1, ps=2)
-    for task in spec.tasks:
-        config = spec.for_task(task.type, task.index).to_tf_config()
-        name = str(task).replace(":", "-")
-        members.start(name, command("chief"), TF_CONFIG=config, PYTHONPATH=str(ROOT))
+def clusters() -> dict[str, ClusterSpec]:
+    """Return the clusters of ways that have one."""
+    return {
+        "workers": ClusterSpec.local(workers=2),
+        "fsdp": ClusterSpec.local(workers=2),
+        # With one worker, steps have the order of the data.
+        "servers": ClusterSpec.local(chief=True, workers=1, ps=2),
+    }
 
 
 @pytest.fixture(scope="session")
 def run(request, tmp_path_factory) -> Callable[[str], list[dict]]:
     """Return the results of a way's processes: a list of {model: numbers} for selected models."""
-    done: dict[str, list[dict]] = {}
     tests = [item for item in request.session.items if item.path == pathlib.Path(__file__)]
     selected = {item.callspec.params["name"] for item in tests}
-    models = [n for n, facts in MODELS.items() if n in selected and not missing(facts.package)]
+    models = [n for n in MODELS if n in selected and not missing(MODELS[n].package)]
 
+    @functools.cache
     def of(way: str) -> list[dict]:
-        if way not in done:
-            directory = tmp_path_factory.mktemp(way)
-            with group(tmp_path_factory.mktemp("logs")) as members:
-                start(members, way, directory, models)
-                members.succeed(TIMEOUT_S)
-            files = sorted(directory.glob("*.pickle"))
-            done[way] = [pickle.loads(file.read_bytes()) for file in files]
-        return done[way]
+        directory = tmp_path_factory.mktemp(way)
+        out = str(directory / "{index}.pickle")
+        names = [n for n in models if way != "layouts" or MODELS[n].backbone]
+        command = [PYTHON, "-m", "tests.ecosystem.runner", way, out, *names]
+        environ = {"PYTHONPATH": str(ROOT)}
+        with group(tmp_path_factory.mktemp("logs")) as members:
+            if way in clusters():
+                tasks(members, clusters()[way], command, **environ)
+            else:
+                # Forks have imported tfdist, of which Keras alone must know nothing.
+                environ |= {OFF: "1"} if way == "plain" else {}
+                members.start(way, [word.format(index=0) for word in command], **environ)
+            members.succeed(TIMEOUT_S)
+        return [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("*.pickle"))]
 
     return of
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for name in MODELS for way in WAYS if way != "layouts" or MODELS[name].backbone],
+)
 def test_numbers_are_those_of_keras(run, name, way):
     if missing(MODELS[name].package):
         pytest.skip(f"{MODELS[name].package} is not installed: pip install 'tfdist[ecosystem]'")
