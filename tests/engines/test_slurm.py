@@ -422,6 +422,34 @@ while not os.path.exists("go"): train(0.1)
     assert nodes == set(NODES)
 
 
+@pytest.mark.timeout(600)  # two starts of TensorFlow in two processes each
+def test_array_of_a_sweep_trains_each_combination(launch, slurm, digits_dir):
+    """Test the command of docs/slurm.md; afterwards nothing is left to train."""
+    launch.environ["TFDS_DATA_DIR"] = str(digits_dir)
+    sweep = [
+        *("tfdist", "train", "--config=digits", "--config.train.epochs=1"),
+        *("--sweep", "train.learning_rate=0.001,0.01"),
+    ]
+    array = ["--array", "0-1", "--workers", "2", "--time", "10"]
+    code, out, err = launch.tfdist(
+        "submit", *array, "--", *sweep, "--sweep-index", "SLURM_ARRAY_TASK_ID"
+    )
+    assert code == 0, err
+    end = time.monotonic() + 300
+    while slurm.jobs() and time.monotonic() < end:
+        time.sleep(0.5)
+    for number in (0, 1):
+        code, log, err = launch.tfdist("logs", f"{out.strip()}_{number}")
+        assert code == 0, err
+        assert "on 2 replicas" in log, log
+    summaries = sorted((launch.directory / "runs").glob("digits-sweep/*/summary.json"))
+    assert [path.parent.name for path in summaries] == ["learning_rate=0.001", "learning_rate=0.01"]
+    code, table, err = launch.tfdist(*sweep[1:], timeout=300)
+    assert code == 0, err
+    assert "Epoch 1/1" not in table
+    assert re.search(r"0\.001 .*\n.*0\.01 ", table), table
+
+
 def test_heterogeneous_job_gives_each_component_its_tasks(launch, slurm):
     """Chief and worker get the first component, the parameter server the second, in both starts."""
     script = (
