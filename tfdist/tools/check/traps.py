@@ -39,6 +39,12 @@ TRAPS = {
         "call `tfdist.make_strategy()` instead; the launcher says which strategy it is",
         "training.md#bugs-of-keras-3-that-tfdist-fixes",
     ),
+    "own-loop": Trap(
+        "outside of `strategy.run` and `fit`, each worker trains the whole model by itself, and "
+        "several devices of a process are an error",
+        "make the step the `train_step` of a model, and call `fit`; or use `tfdist.loops`",
+        "functions.md#your-own-training-loop",
+    ),
     "keras-distribution": Trap(
         "on TensorFlow, Keras alone ignores `keras.distribution` and trains on one device",
         "call `tfdist.enable()` first",
@@ -188,9 +194,9 @@ class _Script:
         strategies = [call for call in self.calls if self._is_strategy(call)]
         distributes = r".*\.scope|tfdist\.parallel\..*|keras\.distribution\.set_distribution"
         if not strategies and not self._any(distributes):
-            for call in self.calls:
-                if _method(call) == "fit":
-                    yield Finding(call.lineno, "no-strategy")
+            fits = [call.lineno for call in self.calls if _method(call) == "fit"]
+            if fits:
+                yield Finding(min(fits), "no-strategy")
         if not self._any(r"tfdist\.(strategies\.keras_distribution\.)?enable"):
             for call in self.calls:
                 if self._matches(call.func, r"keras\.distribution\.(initialize|\w+Parallel)"):
@@ -203,6 +209,7 @@ class _Script:
         for call in self.calls:
             for kind in self._kinds(call, needs_scope):
                 yield Finding(call.lineno, kind)
+        yield from self._own_loops()
         yield from self._batches()
         yield from self._callbacks()
 
@@ -328,6 +335,18 @@ class _Script:
             yield "clip-in-step"
         if method == "assign_sub":
             yield "assign-in-step"
+
+    def _own_loops(self) -> Iterator[Finding]:
+        """Find updates by an optimizer that no step of a model makes, and no strategy runs."""
+        if self._any(r"tfdist\.loops\..*") or any(_method(call) == "run" for call in self.calls):
+            return
+        for call in self.calls:
+            optimizer = ast.unparse(call.func).lower().rpartition(".")[0]
+            if (
+                _method(call) == "apply_gradients"
+                or (_method(call) == "apply" and "optimizer" in optimizer)
+            ) and not any(isinstance(outer, ast.ClassDef) for outer in self._around(call)):
+                yield Finding(call.lineno, "own-loop")
 
     def _batches(self) -> Iterator[Finding]:
         """Find divisions by the number of replicas, and batches that grow with it."""

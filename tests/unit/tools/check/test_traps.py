@@ -31,6 +31,9 @@ def step(code):
 # Script, line that has the trap, kind.
 WRONG = [
     ("import keras\nmodel = keras.Sequential([])\nmodel.fit(x, y)\n", 3, "no-strategy"),
+    ("import keras\nmodel.fit(x, y)\nmodel.fit(x, y)\n", 2, "no-strategy"),
+    ("import keras\noptimizer.apply(grads, v)\n", 2, "own-loop"),
+    (TRAINS + "self.opt.apply_gradients(zip(grads, v))\n", 8, "own-loop"),
     ("import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n", 2, "other-strategy"),
     (
         "from tensorflow.distribute import MultiWorkerMirroredStrategy as S\ns = S()\n",
@@ -141,6 +144,8 @@ def test_every_trap_has_a_test_and_a_section_of_the_docs():
         "model.compile(keras.optimizers.Adam(), 'mse')\nmodel.fit(x, y)\n",
         "from tfdist import init\nimport keras\ndef main():\n    init()\n"
         "    keras.Sequential([]).fit(x, y)\n",
+        TRAINS + "strategy.run(step)\ndef step():\n    optimizer.apply(grads, v)\n",
+        step("self.optimizer.apply(grads, v)"),
         "import tfdist\nprint('no training')\n",
         "",
     ],
