@@ -2,9 +2,13 @@
 
 `make test-matrix` runs this. Each combination gets an environment of its own below .venv-matrix,
 which stays for the next time (about 2 GB each). What was seen is printed as a table, written to
-docs/versions.md, and what passed to `TESTED` of tfdist/keras_compat/tested_versions.py. To run
-some of the combinations only, name them: `make test-matrix COMBINATIONS="2.19:3.10 2.21:3.15"`; the
-rows of the others then stay as they are.
+docs/versions.md, and what passed to `TESTED` of tfdist/keras_compat/tested_versions.py.
+
+Without arguments, these are all TensorFlow and Keras versions with the Python that runs this, and
+the newest two with each other Python on the PATH. To run some only, name them, with a Python or
+without: `make test-matrix COMBINATIONS="2.19:3.10 2.21:3.15:3.12"`; the rows of the others then
+stay as they are. The Keras version "master" is built from source, from GitHub or from the directory
+KERAS_SOURCE.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import dataclasses
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
-import venv
 
 import tables
 
@@ -26,6 +30,10 @@ PAGE = ROOT / "docs" / "versions.md"
 MODULE = ROOT / "tfdist" / "keras_compat" / "tested_versions.py"
 TENSORFLOW = ("2.19", "2.20", "2.21")
 KERAS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
+MASTER = "master"
+KERAS_SOURCE = "git+https://github.com/keras-team/keras"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 SUITES = {
     "hooks": ("tests/unit/keras_compat",),
     "parity": ("tests/parity", "-k", "mirrored-2"),
@@ -46,12 +54,17 @@ class Row:
     """Result of a combination: versions as installed, and what its tests said.
 
     Attributes:
-        combination: Minor versions of TensorFlow and Keras.
+        combination: Minor versions of TensorFlow, Keras and Python; Keras may be "master".
         cells: Cells of the table.
     """
 
-    combination: tuple[str, str]
+    combination: tuple[str, str, str]
     cells: tuple[str, ...]
+
+    @property
+    def installed(self) -> bool:
+        """Return whether the tests could run."""
+        return not self.cells[3].startswith(("not install", "install"))
 
     @property
     def passed(self) -> bool:
@@ -64,37 +77,65 @@ class Row:
 
 def main(argv: list[str]) -> int:
     """Return 0 if no combination failed, else 1."""
-    everything = [f"{tensorflow}:{keras}" for tensorflow in TENSORFLOW for keras in KERAS]
     parser = argparse.ArgumentParser(prog="make test-matrix", description=__doc__)
-    parser.add_argument("combinations", nargs="*", metavar="TENSORFLOW:KERAS")
-    words = parser.parse_args(argv).combinations or everything
+    parser.add_argument("combinations", nargs="*", metavar="TENSORFLOW:KERAS[:PYTHON]")
+    words = parser.parse_args(argv).combinations or everything()
+    combinations = []
     for word in words:
-        if not re.fullmatch(r"\d+\.\d+:\d+\.\d+", word):
-            parser.error(f"{word}: expected minor versions such as {everything[0]}")
+        match = re.fullmatch(rf"(\d+\.\d+):(\d+\.\d+|{MASTER})(?::(\d+\.\d+))?", word)
+        if not match:
+            parser.error(f"{word}: expected minor versions such as 2.21:3.15 or 2.21:3.15:3.12")
+        tensorflow, keras, python = match.groups(OWN_PYTHON)
+        if not shutil.which(f"python{python}"):
+            parser.error(f"{word}: expected python{python} on the PATH, found none")
+        combinations.append((tensorflow, keras, python))
     rows = {row.combination: row for row in rows_of(PAGE.read_text(encoding="utf-8"))}
     seen = []
-    for word in words:
-        row = run(*word.split(":"))
+    for combination in combinations:
+        row = run(*combination)
         print(row, flush=True)
         seen.append(row)
         rows[row.combination] = row
         write(sorted(rows.values(), key=lambda row: numbers(row.combination)))  # as far as it came
     print("\n".join(["", *HEADER, *map(str, seen)]))
-    return int(any(not row.passed and row.cells[2] for row in seen))
+    return int(any(not row.passed and row.installed for row in seen))
 
 
-def numbers(combination: tuple[str, str]) -> list[list[int]]:
-    """Return the versions as numbers, by which they are sorted."""
-    return [[int(part) for part in version.split(".")] for version in combination]
+def everything() -> list[str]:
+    """Return all combinations that are tested where none is named."""
+    newest = f"{TENSORFLOW[-1]}:{KERAS[-1]}"
+    return [
+        *(f"{tensorflow}:{keras}" for tensorflow in TENSORFLOW for keras in (*KERAS, MASTER)),
+        *(
+            f"{newest}:{python}"
+            for python in PYTHONS
+            if python != OWN_PYTHON and shutil.which(f"python{python}")
+        ),
+    ]
 
 
-def run(tensorflow: str, keras: str) -> Row:
+def numbers(combination: tuple[str, ...]) -> list[list[float]]:
+    """Return the versions as numbers, by which they are sorted; "master" is the newest."""
+    return [
+        [float("inf") if part == MASTER else int(part) for part in version.split(".")]
+        for version in combination
+    ]
+
+
+def run(tensorflow: str, keras: str, python_version: str) -> Row:
     """Install a combination, and return what its tests say."""
-    directory = ENVIRONMENTS / f"tensorflow-{tensorflow}-keras-{keras}"
+    combination = (tensorflow, keras, python_version)
+    directory = ENVIRONMENTS / f"tensorflow-{tensorflow}-keras-{keras}-python-{python_version}"
     python = directory / "bin" / "python"
     if not python.exists():
-        venv.create(directory, with_pip=True)
-    wanted = (f"tensorflow=={tensorflow}.*", f"keras=={keras}.*")
+        subprocess.run([f"python{python_version}", "-m", "venv", directory], check=True)
+    source = os.environ.get("KERAS_SOURCE", KERAS_SOURCE)
+    if os.path.isdir(source):
+        source = pathlib.Path(source).resolve().as_uri()
+    wanted = (
+        f"tensorflow=={tensorflow}.*",
+        f"keras @ {source}" if keras == MASTER else f"keras=={keras}.*",
+    )
     print(f"{' '.join(wanted)}: installing into {directory.relative_to(ROOT)}", flush=True)
     install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--editable", "."]
     code, text = output(
@@ -102,7 +143,7 @@ def run(tensorflow: str, keras: str) -> Row:
     )
     if code:
         why = "not installable" if NOT_INSTALLABLE.search(text) else "installation failed"
-        return Row((tensorflow, keras), (tensorflow, keras, "", why, why))
+        return Row(combination, (tensorflow, keras, python_version, why, why))
     print(f"{' '.join(wanted)}: testing", flush=True)
     names = ("tensorflow", "keras")
     show = f"import importlib.metadata as m, platform; print(*map(m.version, {names}), sep='\\n')"
@@ -114,7 +155,9 @@ def run(tensorflow: str, keras: str) -> Row:
     for suite, words in SUITES.items():
         log = directory / f"{suite}.log"
         cells.append(verdict(*output(log, [python, "-m", "pytest", "-q", *words], TESTS_S)))
-    return Row((tensorflow, keras), (*versions, *cells))
+    if keras == MASTER:
+        versions[1] += f" ({MASTER})"
+    return Row(combination, (*versions, *cells))
 
 
 def output(log: pathlib.Path, command: list, timeout: float) -> tuple[int, str]:
@@ -164,19 +207,20 @@ def rows_of(page: str) -> list[Row]:
     rows = []
     for line in tables.read(page, BEGIN).splitlines()[len(HEADER) :]:
         cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
-        rows.append(Row((minor(cells[0]), minor(cells[1])), cells))
+        rows.append(Row((minor(cells[0]), minor(cells[1]), minor(cells[2])), cells))
     return rows
 
 
 def minor(version: str) -> str:
-    """Return the minor version of a version."""
-    return ".".join(version.split(".")[:2])
+    """Return the minor version of a version, or "master" for Keras' own."""
+    return MASTER if MASTER in version else ".".join(version.split(".")[:2])
 
 
 def write(rows: list[Row]) -> None:
     """Write the table of the page, and `TESTED` of the package."""
     tables.write(PAGE, BEGIN, "\n".join([*HEADER, *map(str, rows)]))
-    pairs = [f'("{a}", "{b}"),' for a, b in (row.combination for row in rows if row.passed)]
+    passed = dict.fromkeys(row.combination[:2] for row in rows if row.passed)
+    pairs = [f'("{a}", "{b}"),' for a, b in passed if b != MASTER]
     lines = "".join(f"\n    {pair}" for pair in pairs) + "\n" if len(pairs) > 1 else "".join(pairs)
     module, count = re.subn(
         r"(?ms)^(TESTED: [^=]* = )\(.*?\)\n\n",
