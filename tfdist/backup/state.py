@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.backup import shards
 from tfdist.backup.snapshot import Snapshot
 from tfdist.keras_compat import CALLBACK_STATE as PRIVATE_STATE
-from tfdist.keras_compat import engine_of
+from tfdist.keras_compat import engine_of, global_generator
 from tfdist.keras_compat.parallel import as_shards
 
 # Attributes of Keras callbacks that carry state between steps and epochs. Other callbacks define
@@ -279,16 +279,20 @@ def into_history(saved: Mapping[str, Any], history: keras.callbacks.History) -> 
 
 
 def of_random() -> Snapshot:
-    """Return the state of Python's and NumPy's random generators of this process."""
+    """Return the state of the random generators of Python, NumPy and Keras in this process."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     arrays = {f"{_RANDOM}/python": np.array(numbers, np.uint32), f"{_RANDOM}/numpy": keys}
+    if (generator := global_generator.current()) is not None:
+        arrays[f"{_RANDOM}/keras"] = np.asarray(generator.state.numpy())
     return Snapshot(arrays, {_RANDOM: [version, gauss, kind, *rest]})
 
 
 def into_random(snapshot: Snapshot) -> None:
-    """Restore Python's and NumPy's random generators from the state `of_random` returned."""
+    """Restore the random generators from the state that `of_random` returned."""
     version, gauss, kind, *rest = snapshot.facts[_RANDOM]
+    if (seed := snapshot.arrays.get(f"{_RANDOM}/keras")) is not None:
+        global_generator.restore(seed)  # may draw from Python's
     random.setstate((version, tuple(snapshot.arrays[f"{_RANDOM}/python"].tolist()), gauss))
     np.random.set_state((kind, snapshot.arrays[f"{_RANDOM}/numpy"], *rest))
 

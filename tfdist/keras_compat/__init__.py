@@ -37,25 +37,21 @@ from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
 
-from tfdist.keras_compat import fused_updates, model_building, replica_losses, scopes
+from tfdist.keras_compat import (
+    fused_updates,
+    global_generator,
+    model_building,
+    replica_losses,
+    scopes,
+)
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
+_RUNS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 MODEL_HOOKS = (
-    *(
-        "compile",
-        "fit",
-        "evaluate",
-        "predict",
-        "train_on_batch",
-        "test_on_batch",
-        "predict_on_batch",
-        "save",
-        "save_weights",
-        "export",
-    ),
+    *("compile", *_RUNS, "save", "save_weights", "export"),
     *("make_train_function", "make_test_function", "make_predict_function", "get_metrics_result"),
 )
 
@@ -107,6 +103,7 @@ def install() -> None:
     for owner, name, hook in _replica_hooks():
         _hook_in_replicas(owner, name, hook)
     replica_losses.install()
+    global_generator.install(lambda strategy: engine_of(strategy) is not None)
     _add_conversions(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
     hook_files()
@@ -253,6 +250,8 @@ def _hook_model(name: str) -> None:
     def method(self, *args, **kwargs):
         engine = engine_of(self.distribute_strategy)
         if engine is not None:
+            if name in _RUNS:
+                global_generator.share(self.distribute_strategy, self)
             with model_building.running(name):
                 return getattr(engine, name)(self, keras_method, *args, **kwargs)
         if name == "fit" and (runner := _runner_of_fit(self, keras_method, args, kwargs)):

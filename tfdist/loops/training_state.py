@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat import engine_of
+from tfdist.keras_compat import engine_of, global_generator
 from tfdist.loops.learner import Learner
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
@@ -149,6 +149,7 @@ class _Steps:
                 "Iterate over state.batches."
             )
         if self._function is None:
+            global_generator.share(self._state.strategy, self._state.learner)
             self._engine.prepare(self._state.learner)
         with self._engine.watchdog.bound():
             self._engine.aggregation.begin(self._state.optimizer, restart=self._function is None)

@@ -164,7 +164,7 @@ class Plan:
 
     def device_of(self, variable: keras.Variable) -> str:
         """Return the device that holds a variable."""
-        return self.mesh.device_of(self.stage_of_variable[id(variable)], shard_of(variable))
+        return self.mesh.device_of(self.stage_of_variable.get(id(variable), 0), shard_of(variable))
 
     @property
     def last_device(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat import global_generator
 from tfdist.keras_compat.parallel import mask_of, with_mask
 from tfdist.parallel.pipeline_parallel.split import Stage
 from tfdist.parallel.tensor_parallel import shard_of, sharded_over
@@ -70,9 +71,13 @@ class StageInGroup:
         self._shares = shares
         self._inputs_with_gradient = [i for i, n in enumerate(stage.needs) if n not in model_inputs]
         self._trainable = list(stage.model.trainable_variables)
-        self._fixed = list(stage.model.non_trainable_variables)
+        shared = global_generator.state_of(tf.distribute.get_strategy())
+        self._fixed = [*stage.model.non_trainable_variables, *shared]
         self._values = [self._read(v) for v in self._trainable]
-        self.state = [_for_group(v, self._read(v), group) for v in self._fixed]
+        self.state = [
+            _shifted(v, self._read(v), group, stage.number if any(v is x for x in shared) else 0)
+            for v in self._fixed
+        ]
         self._before = self.state
         self.sums: list[tf.Tensor | None] = [None] * len(self._trainable)
         self._passes: dict[int, _Pass] = {}
@@ -233,14 +238,15 @@ class StageInGroup:
         return [(v, after) for v, before, after in each if after is not before]
 
 
-def _for_group(variable: keras.Variable, value: tf.Tensor, group: int) -> tf.Tensor:
-    """Return a variable's value for a group.
+def _shifted(variable: keras.Variable, value: tf.Tensor, group: int, stage: int) -> tf.Tensor:
+    """Return a variable's value for a group, and for a stage if stages share the variable.
 
-    Seeds differ between groups, so that no two groups drop the same units.
+    Seeds differ between them, so that no two draw the same numbers.
     """
-    if not group or not is_seed(variable):
+    if not (group or stage) or not is_seed(variable):
         return value
-    return value + tf.constant([group * 0x9E3779B1 & 0xFFFFFFFF, 0], value.dtype)
+    shift = group * 0x9E3779B1 + stage * 0x85EBCA6B
+    return value + tf.constant([shift & 0xFFFFFFFF, 0], value.dtype)
 
 
 def is_seed(variable: keras.Variable) -> bool:

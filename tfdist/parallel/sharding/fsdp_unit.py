@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat import global_generator
 from tfdist.keras_compat import parallel as compat
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.collectives import flat_shards
@@ -186,7 +187,8 @@ class Unit:
         arguments = _Tensors((args, kwargs))
         parts = own_parts(self._weights)
         trained = [v.trainable for v in self._weights]
-        states = [compat.own_copy(v) for v in self._others]
+        others = self._read_or_changed()
+        states = [compat.own_copy(v) for v in others]
         call_context = compat.context()
         results_of_forward = _ForwardResults()
         first = len(arguments.tensors)
@@ -264,9 +266,7 @@ class Unit:
         for loss in results[count : count + len(results_of_forward.losses)]:
             self._layer.add_loss(loss)
         changed = [
-            v
-            for v, changed in zip(self._others, results_of_forward.changed, strict=True)
-            if changed
+            v for v, changed in zip(others, results_of_forward.changed, strict=True) if changed
         ]
         for v, new in zip(changed, results[count + len(results_of_forward.losses) :], strict=True):
             v.assign(tf.stop_gradient(new))
@@ -285,26 +285,31 @@ class Unit:
         State that the layer does not change is returned as the given tensor itself.
         """
         args, kwargs = call
+        others = self._read_or_changed()
         # With autocast, float32 state would be cast to the compute dtype and assigned in it.
         with compat.without_autocast():
             scope = keras.StatelessScope(
-                zip(self._others, states, strict=True),
+                zip(others, states, strict=True),
                 collect_losses=True,
                 initialize_variables=False,
             )
-        before_call = [scope.get_current_value(v) for v in self._others]
+        before_call = [scope.get_current_value(v) for v in others]
         with (
             compat.in_context(call_context),
             compat.replaced_shards({id(v): x for v, x in zip(self._weights, whole, strict=True)}),
             scope,
         ):
             outputs = self._keras_call(*args, **kwargs)
-            after_call = [scope.get_current_value(v) for v in self._others]
+            after_call = [scope.get_current_value(v) for v in others]
         updates = [
             before if value is old else value
             for value, old, before in zip(after_call, before_call, states, strict=True)
         ]
         return outputs, updates, list(scope.losses)
+
+    def _read_or_changed(self) -> list[keras.Variable]:
+        """Return the state, beside sharded weights, that a call of the layer reads or changes."""
+        return [*self._others, *global_generator.state_of(tf.distribute.get_strategy())]
 
     def _keeps(self, index: int) -> bool:
         """Return whether the unit keeps its gathered weights from forward to backward.

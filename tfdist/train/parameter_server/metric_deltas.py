@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import (
     accumulating,
+    global_generator,
     local_update,
     metric_variables,
     replaced_values,
@@ -171,7 +172,7 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
         then the number of updates by `model.optimizer`, int64 scalar.
     """
     metrics = metric_variables(model)
-    generators = seed_states(model)
+    generators = _generators(model)
     cells = [Cell(tf.zeros(v.shape, v.dtype)) for v in metrics]
     shift = tf.stack([tf.zeros_like(index), (index + 1) * _DRAWS_PER_STEP])
     states = [Cell(tf.cast(seeds[i] + shift, v.dtype)) for i, v in enumerate(generators)]
@@ -193,16 +194,21 @@ def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Vari
     return [optimizer.step_counter, optimizer.dynamic_scale]
 
 
+def _generators(model: keras.Model) -> list[keras.Variable]:
+    """Return the states of the generators that a model may draw from."""
+    return [*seed_states(model), *global_generator.state_of(model.distribute_strategy)]
+
+
 def seeds(model: keras.Model) -> tf.Tensor:
     """Return the states of the model's seed generators, int64 `[generators, 2]`."""
     return tf.constant(
-        np.reshape([np.asarray(v.numpy(), np.int64) for v in seed_states(model)], [-1, 2]), tf.int64
+        np.reshape([np.asarray(v.numpy(), np.int64) for v in _generators(model)], [-1, 2]), tf.int64
     )
 
 
 def next_seeds(model: keras.Model, steps: int) -> None:
     """Advance the model's seed generators past the numbers that `steps` steps drew."""
-    for v in seed_states(model):
+    for v in _generators(model):
         v.assign(v + tf.cast([0, (steps + 1) * _DRAWS_PER_STEP], v.dtype))
 
 

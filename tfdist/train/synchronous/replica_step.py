@@ -26,13 +26,11 @@ from tfdist.keras_compat import (
     python_of,
     scale_loss_for_distribution,
 )
+from tfdist.keras_compat.global_generator import SEED_STRIDE
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
 from tfdist.train.synchronous.gathered_metrics import is_gathered
-
-# Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
-_SEED_STRIDE = 104_729
 
 
 def run_replica(
@@ -232,7 +230,7 @@ def _own_seeds(model: keras.Model, replica, local: int) -> Iterator[None]:
     state, so a snapshot serves any number of replicas.
     """
     states = [local_component(v, local) for v in seed_states(model)]
-    shifts = [tf.cast(tf.stack([replica * _SEED_STRIDE, 0]), v.dtype) for v in states]
+    shifts = [tf.cast(tf.stack([replica * SEED_STRIDE, 0]), v.dtype) for v in states]
     for state, shift in zip(states, shifts, strict=True):
         state.assign(state + shift)
     yield
