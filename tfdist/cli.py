@@ -44,7 +44,7 @@ COMMANDS = {
         "check that several replicas compute the same as one, step by step",
     ),
     "plan": Subcommand(
-        "tfdist.tools.plan.main:main",
+        "tfdist.tools.plan:main",
         "predict the memory and traffic of a run on N devices, and recommend a strategy",
     ),
     "bench": Subcommand(

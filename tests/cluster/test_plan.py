@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, group
+from tests.processes import PYTHON, ROOT, group, tasks
+from tfdist.cluster.spec import ClusterSpec
 from tfdist.runtime.formatting import format_bytes
 
 TIMEOUT_S = 200
@@ -111,6 +112,11 @@ def test_training_at_the_largest_batch_fills_the_memory(tmp_path, digits_dir):
         members.succeed(TIMEOUT_S)
         found = json.loads(members.log("find"))
         batches = {way["name"]: way["global_batch"] for way in found["ways"]}
+        # Training finds the same batch by itself, on two workers.
+        auto = ("data.global_batch=auto", "strategy.device_memory_gb=0.04", "train.epochs=1")
+        flags = [*cnn, *(f"--config.{each}" for each in (*auto, f"output.dir={tmp_path / 'auto'}"))]
+        train = [PYTHON, "-m", "tfdist", "train", *flags, "--config.parallel.zero=3"]
+        tasks(members, ClusterSpec.local(workers=2), train)
         assert found["chosen"] == "FSDP (ZeRO-3)"
         for way in ("one device", "FSDP (ZeRO-3)"):
             _, devices, more = WAYS[way]
@@ -122,6 +128,9 @@ def test_training_at_the_largest_batch_fills_the_memory(tmp_path, digits_dir):
         for way in ("one device", "FSDP (ZeRO-3)"):
             (peak,) = re.findall(r"^peak (\d+)$", members.log(way), re.MULTILINE)
             assert 0.95 * int(peak) < memory < 1.4 * int(peak), way
+    trained_with = json.loads((tmp_path / "auto" / "config.json").read_text())
+    expected = pytest.approx(batches["FSDP (ZeRO-3)"], rel=0.1)  # measured anew
+    assert trained_with["data"]["global_batch"] == expected
 
 
 def test_the_plan_takes_the_first_that_fits(runs):

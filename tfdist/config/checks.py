@@ -13,9 +13,16 @@ from typing import Any
 from tfdist.config.keras_names import known
 
 
-def at_least(least: int, default: Any) -> Any:
-    """Return a dataclass field whose value must be `least` or more, unless it is None."""
-    return dataclasses.field(default=default, metadata={"at least": least})
+def at_least(least: int, default: Any, word: str | None = None) -> Any:
+    """Return a dataclass field whose value must be `least` or more; or None, or a word.
+
+    Args:
+        least: Smallest number.
+        default: Default value.
+        word: Word that is allowed instead of a number, in a field of type `int | str`.
+    """
+    rule = {"at least": least} if word is None else {"at least": least, "word": word}
+    return dataclasses.field(default=default, metadata=rule)
 
 
 def between(least: int, most: int, default: Any) -> Any:
@@ -23,8 +30,8 @@ def between(least: int, most: int, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"at least": least, "at most": most})
 
 
-def above(bound: float, default: float) -> Any:
-    """Return a dataclass field whose value must be above `bound`."""
+def above(bound: float, default: float | None) -> Any:
+    """Return a dataclass field whose value must be above `bound`, unless it is None."""
     return dataclasses.field(default=default, metadata={"above": bound})
 
 
@@ -151,8 +158,12 @@ def check(section: Any, path: str) -> None:
         value = typed(key, getattr(section, field.name), hints[field.name])
         object.__setattr__(section, field.name, value)
         rule = field.metadata
-        if value is None:
+        if value is None or value == rule.get("word"):
             continue
+        if isinstance(value, str) and "word" in rule:
+            raise ValueError(
+                f"{key}: expected a whole number or {rule['word']!r}, received {value!r}."
+            )
         if "at most" in rule and not rule["at least"] <= value <= rule["at most"]:
             raise ValueError(
                 f"{key}: expected a number from {rule['at least']} to {rule['at most']}, received "
@@ -190,9 +201,9 @@ def typed(key: str, value: Any, hint: Any) -> Any:
         ValueError: If the value has another type.
     """
     if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = typing.get_args(hint)[0]
+        hint, other = typing.get_args(hint)
+        if isinstance(value, other):  # None, or a word in place of a number
+            return int(value) if other is str and value.isdecimal() else value
     kind = typing.get_origin(hint) or hint
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

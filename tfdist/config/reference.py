@@ -133,7 +133,8 @@ def _keys(kind: Any, prefix: str) -> list[Key]:
 
 def _type(hint: Any) -> str:
     if isinstance(hint, types.UnionType):
-        return f"{_type(typing.get_args(hint)[0])}, or none"
+        kind, other = typing.get_args(hint)
+        return f"{_type(kind)}, or {'a word' if other is str else 'none'}"
     return TYPES.get(hint, "mapping")
 
 
@@ -153,7 +154,8 @@ def _allowed(name: str, rule: Mapping[str, Any]) -> str:
     if "at most" in rule:
         return f"from {rule['at least']} to {rule['at most']}"
     if "at least" in rule:
-        return f"at least {rule['at least']}"
+        word = f", or {rule['word']}" if "word" in rule else ""
+        return f"at least {rule['at least']}{word}"
     return f"above {rule['above']:g}" if "above" in rule else ""
 
 

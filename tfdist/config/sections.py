@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -60,6 +59,8 @@ IMAGE_OPTIONS = (
     "shrink",
 )
 MODELS = ("mlp", "cnn", "resnet", "resnet34", "resnet50", "transformer")
+AUTO = "auto"  # in place of a number: the largest that fits
+AUTO_KEYS = ("data.global_batch",)
 STRATEGIES = (
     "auto",
     "one_device",
@@ -85,6 +86,8 @@ class Strategy:
         communication: Implementation of the workers' gradient all-reduce: "auto", "ring", "nccl" or
             "native".
         timeout: Longest time to wait for the other workers, in seconds.
+        device_memory_gb: Memory of each device in GB (10^9 bytes), which data.global_batch=auto
+            fills; None: it is unknown.
         reading: Reader of the data under parameter_server: "workers", "coordinator" or "auto".
     """
 
@@ -94,6 +97,7 @@ class Strategy:
     devices: str | None = None
     communication: str = one_of(("auto", "ring", "nccl", "native"), "auto")
     timeout: float = above(0, 600.0)
+    device_memory_gb: float | None = above(0, None)
     reading: str = one_of(("auto", "workers", "coordinator"), "auto")
 
     def __post_init__(self) -> None:
@@ -112,7 +116,8 @@ class Data:
         train_split: Split to train on.
         eval_split: Split to evaluate on, after every epoch and at the end.
         data_dir: Directory of prepared TFDS data sets; None: TFDS' default.
-        global_batch: Number of examples per step, of all replicas together.
+        global_batch: Number of examples per step, of all replicas together; "auto": the largest
+            that fits strategy.device_memory_gb.
         shuffle: Whether to shuffle the training split again every epoch.
         tail: Treatment in training of the last examples if they do not fill a batch: "partial",
             "pad" or "drop".
@@ -137,7 +142,7 @@ class Data:
     train_split: str = "train"
     eval_split: str = "test"
     data_dir: str | None = None
-    global_batch: int = at_least(1, 64)
+    global_batch: int | str = at_least(1, 64, word=AUTO)
     shuffle: bool = True
     tail: str = one_of(("partial", "pad", "drop"), "partial")
     classes: str | None = None
@@ -166,6 +171,20 @@ class Data:
             for name in getattr(self, key):
                 if name not in IMAGE_OPTIONS:
                     raise ValueError(not_one_of(f"data.{key}", name, IMAGE_OPTIONS))
+
+    @property
+    def batch_rows(self) -> int:
+        """Return the number of examples per step.
+
+        Raises:
+            ValueError: If it is not known yet: `tfdist train` alone finds it.
+        """
+        if isinstance(self.global_batch, str):
+            raise ValueError(
+                f"data.global_batch: expected a number, received {self.global_batch!r}, which only "
+                "`tfdist train` replaces by one. Pass --config.data.global_batch=N."
+            )
+        return self.global_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -529,6 +548,7 @@ class Run:
                 "name: expected a name for the directory of the run, without slashes; "
                 f"received {self.name!r}."
             )
+        self._check_auto_batch()
         names = map(keras_callbacks.name_of, self.train.callback_names())
         if self.parallel.zero and "swap_ema_weights" in names:
             raise ValueError(
@@ -541,6 +561,28 @@ class Run:
             raise ValueError(
                 "output.export: with parallel.zero=3 the saved model is what is exported; expected "
                 "output.save_model=true too, received false."
+            )
+
+    def _check_auto_batch(self) -> None:
+        """Raise ValueError if the largest batch is asked for and cannot be found."""
+        if self.data.global_batch != AUTO:
+            return
+        key = f"data.global_batch: {AUTO!r}"
+        if self.strategy.device_memory_gb is None:
+            raise ValueError(
+                f"{key} fills the memory of the devices; expected strategy.device_memory_gb too, "
+                "received none. `tfdist doctor` shows the memory of GPUs."
+            )
+        if self.strategy.name in ("central_storage", "parameter_server", "tpu"):
+            raise ValueError(
+                f"{key} needs a strategy whose memory `tfdist plan` predicts; received "
+                f"strategy.name={self.strategy.name!r}. Set a number."
+            )
+        if self.sync.kind != "gradients" or self.sync.accumulate > 1:
+            raise ValueError(
+                f"{key} needs sync.kind=gradients and sync.accumulate=1, whose memory `tfdist "
+                f"plan` predicts; received {self.sync.kind!r} and {self.sync.accumulate}. Set a "
+                "number."
             )
 
     @classmethod
@@ -590,7 +632,7 @@ def default() -> ConfigDict:
         for key, known in (
             typing.get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ()
         ):
-            if isinstance(known, types.UnionType):  # lets --config.output.dir=... know its type
+            if config[section][key] is None:  # lets --config.output.dir=... know its type
                 config[section][key] = config_dict.placeholder(typing.get_args(known)[0])
     config[LAUNCH] = ConfigDict()
     return config

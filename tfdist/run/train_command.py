@@ -121,6 +121,9 @@ def parse(argv: Sequence[str]) -> config.Run:
             config.check_key(key[1])
             _check_parts(key[1])
             _make_mappings(settings.values, key[1])
+            if key[1] in config.AUTO_KEYS:  # a text, of which Run.from_dict makes a number
+                section, name = key[1].split(".")
+                settings.values[section][name] = str(settings.values[section][name])
             settings = settings.without(key[1])
     values = flags.FlagValues()
     # Unlocked, so that the file need not list all options of a model. The keys are checked before
@@ -199,12 +202,14 @@ def run(settings: config.Run) -> dict[str, Any]:
         import tfdist
         from tfdist.run import build, compilation, input_pipeline, telemetry_callbacks
         from tfdist.run.fit_callbacks import callbacks, check_optimizer
+        from tfdist.run.plan import largest_batch
         from tfdist.strategies.factory import is_chief
 
         telemetry_callbacks.check(settings)
         strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)
+    settings = largest_batch.resolve(settings, strategy, directory / CONFIG)
     own = callbacks(settings.train, directory, chief)
     train = input_pipeline.pipeline(settings, "train")
     test = input_pipeline.pipeline(settings, "eval")

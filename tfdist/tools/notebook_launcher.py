@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster.resolvers import resolve
-from tfdist.tools.common.subprocesses import Children, exit_reason
+from tfdist.runtime.subprocesses import Children, exit_reason
 
 _GRACE_S = 30.0  # seconds that the launcher gets to stop its tasks
 _POLL_S = 0.1

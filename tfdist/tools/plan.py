@@ -8,21 +8,20 @@ import json
 import sys
 from collections.abc import Sequence
 
-from tfdist.runtime.cli_arguments import byte_count, real, require_config, whole
-from tfdist.runtime.command import COMMON_EXIT_CODES, Command
-from tfdist.runtime.formatting import aligned, format_bytes
-from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
-from tfdist.tools.common import subprocesses
-from tfdist.tools.plan.options import (
+from tfdist.run.plan import step_memory
+from tfdist.run.plan.options import (
     PIPELINE,
     Needs,
     Option,
-    Stage,
     all_options,
     choose,
     largest_batches,
     rate_for,
 )
+from tfdist.runtime.cli_arguments import byte_count, real, require_config, whole
+from tfdist.runtime.command import COMMON_EXIT_CODES, Command
+from tfdist.runtime.formatting import aligned, format_bytes
+from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
 _DESCRIPTION = """\
 Predicts the memory of each device and the bytes that it sends, for each option to distribute a run
@@ -35,34 +34,22 @@ batches, which it computes on the CPU of this host.
 
 
 def _plan(flags: argparse.Namespace, words: list[str]) -> int:
-    question = {
-        "words": words,
-        "devices": flags.devices,
-        "microbatches": flags.microbatches,
-    }
-    # TensorFlow's other CPU allocator does not count tensors below 256 KB.
-    answer, end = subprocesses.ask(
-        "tfdist.tools.plan.probe",
-        question,
-        flags.timeout,
-        TF_CPU_ALLOCATOR_USE_BFC="true",
-        TF_ENABLE_ONEDNN_OPTS="1",  # without it TensorFlow does not count the memory of a CPU
-    )
-    if "error" in answer or not answer:
-        problem = (
-            "the model could not be measured: the process that builds it "
-            f"{end or 'printed no result'}; --timeout gives it {flags.timeout:g} s"
+    from tfdist.run import train_command
+
+    try:
+        needs = step_memory.measure(
+            train_command.parse(words), flags.devices, flags.microbatches, flags.timeout
         )
-        print(f"error: {answer.get('error') or problem}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return CONFIGURATION_CODE
-    needs = Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
     if flags.find_batch:
         return _find_batch(flags, needs)
     options = all_options(needs, flags.devices, flags.microbatches)
     chosen, why = choose(options, flags.memory)
     if flags.json:
         facts = {
-            "needs": answer,
+            "needs": dataclasses.asdict(needs),
             "devices": flags.devices,
             "memory": flags.memory,
             "ways": [dataclasses.asdict(option) for option in options],

@@ -57,6 +57,30 @@ from tfdist.run.train_command import find_directory, parse
             {"train": {"optimizer_options": {"use_ema": True}}},
             "train.optimizer_options.use_ema: expected this as the key train.ema",
         ),
+        (
+            {"data": {"global_batch": "many"}},
+            "data.global_batch: expected a whole number or 'auto', received 'many'",
+        ),
+        ({"data": {"global_batch": 0}}, "data.global_batch: expected at least 1, received 0"),
+        (
+            {"data": {"global_batch": "auto"}},
+            "data.global_batch: 'auto' fills the memory of the devices; expected strategy.device_",
+        ),
+        (
+            {
+                "data": {"global_batch": "auto"},
+                "strategy": {"device_memory_gb": 16, "name": "parameter_server"},
+            },
+            "data.global_batch: 'auto' needs a strategy whose memory `tfdist plan` predicts; rec",
+        ),
+        (
+            {
+                "data": {"global_batch": "auto"},
+                "strategy": {"device_memory_gb": 16},
+                "sync": {"accumulate": 2},
+            },
+            "data.global_batch: 'auto' needs sync.kind=gradients and sync.accumulate=1",
+        ),
         ({"train": {"ema": 1.5}}, "train.ema: expected a momentum between 0 and 1"),
         ({"train": {"weight_decay": -1}}, "train.weight_decay: expected at least 0, received -1.0"),
         ({"train": {"warmup_epochs": 8}}, "train.warmup_epochs: expected less than train.epochs"),
@@ -284,6 +308,27 @@ def test_options_of_options_can_be_set_on_the_command_line():
     assert run.train.optimizer_options == {"beta_1": 0.8}
     assert run.train.metric_options == {"auc": {"num_thresholds": 50}}
     assert run.train.schedule_options == {"epochs": (3, 6)}
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        ("--config.data.global_batch=auto", "auto"),
+        ("--config.data.global_batch=96", 96),
+        ("--config.data.global_batch 96", 96),
+        ("--config.data.global_batch=auto --config.data.global_batch=32", 32),
+        ("", 64),
+    ],
+)
+def test_batch_on_the_command_line_is_a_number_or_auto(words, batch):
+    memory = "--config.strategy.device_memory_gb=16"
+    run = parse(["--config=configs/digits.py", memory, *words.split()])
+    assert run.data.global_batch == batch
+    if batch == "auto":
+        with pytest.raises(ValueError, match="which only `tfdist train` replaces by one"):
+            _ = run.data.batch_rows
+    else:
+        assert run.data.batch_rows == batch
 
 
 def test_callbacks_and_class_weights_can_be_set_on_the_command_line():

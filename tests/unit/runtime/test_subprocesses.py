@@ -9,14 +9,14 @@ import time
 import pytest
 
 from tests.processes import ROOT, environment, is_gone
+from tfdist.runtime.subprocesses import Children, ask
 from tfdist.runtime.termination import ending
-from tfdist.tools.common.subprocesses import Children, ask
 
 SLEEP = ["timeit", "-n1", "-r1", "import time; time.sleep(120)"]
 # A module that starts a process of its own, as a user's data pipeline may, and then hangs.
 PARENT = (
     "import subprocess, sys, time\n"
-    "from tfdist.tools.common.subprocesses import answer\n"
+    "from tfdist.runtime.subprocesses import answer\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
     "answer({'pid': child.pid})\n"
     "time.sleep(120)\n"
@@ -114,7 +114,7 @@ def test_children_end_when_their_command_is_killed(modules, through):
         ]
     command = (
         "import pathlib, sys, time\n"
-        "from tfdist.tools.common.subprocesses import Children\n"
+        "from tfdist.runtime.subprocesses import Children\n"
         "with Children() as children:\n"
         "    children.start(sys.argv[2:], pathlib.Path(sys.argv[1]) / 'log')\n"
         "    time.sleep(120)\n"

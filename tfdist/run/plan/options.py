@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from tfdist.parallel.pipeline_parallel import schedule
 from tfdist.runtime.formatting import format_bytes
 
-PIPELINE = "pipeline parallel"  # name of the option
+# Names of options.
+ONE_DEVICE = "one device"
+DATA_PARALLEL = "data parallel"
+FSDP = "FSDP (ZeRO-3)"
+PIPELINE = "pipeline parallel"
 LARGEST_BATCH = 1 << 20  # where neither memory nor examples bound the batch
 
 
@@ -198,6 +202,26 @@ def rate_for(needs: Needs, batch: int) -> float | None:
     return needs.learning_rate * (math.sqrt(share) if needs.adaptive else share)
 
 
+def name_of(zero: int, comm_dtype: str | None, devices: int) -> str:
+    """Return the name of the option that settings of a run choose.
+
+    Args:
+        zero: ZeRO stage.
+        comm_dtype: Dtype in which gradients are sent; None: unchanged.
+        devices: Number of devices.
+
+    Example:
+        >>> name_of(0, "bfloat16", 2), name_of(3, None, 2), name_of(3, None, 1)
+        ('data parallel, bfloat16', 'FSDP (ZeRO-3)', 'one device')
+    """
+    if devices == 1:
+        return ONE_DEVICE
+    if zero == 3:
+        return FSDP
+    rounded = ", bfloat16" if comm_dtype and zero != 1 else ""
+    return (f"ZeRO-{zero}" if zero else DATA_PARALLEL) + rounded
+
+
 def choose(options: Sequence[Option], memory: int | None) -> tuple[Option | None, str]:
     """Choose the first option that fits the memory of a device.
 
@@ -243,7 +267,7 @@ def choose(options: Sequence[Option], memory: int | None) -> tuple[Option | None
 def _one(needs: Needs) -> Option:
     resident = needs.trainable + needs.frozen + needs.slots + needs.scalars
     peak = resident + needs.trainable + _step(needs, 1)
-    return Option("one device", 'strategy.name="one_device"', 1, resident, peak, 0)
+    return Option(ONE_DEVICE, 'strategy.name="one_device"', 1, resident, peak, 0)
 
 
 def _step(needs: Needs, devices: int, shards: int = 1) -> int:
@@ -269,7 +293,7 @@ def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Option:
     sent = 2 * _others(needs.trainable, devices) // (2 if comm_dtype else 1)
     if comm_dtype:
         return Option(
-            "data parallel, bfloat16",
+            f"{DATA_PARALLEL}, bfloat16",
             'sync.comm_dtype="bfloat16"',
             devices,
             resident,
@@ -277,7 +301,7 @@ def _mirrored(needs: Needs, devices: int, comm_dtype: bool = False) -> Option:
             sent,
             "gradients are rounded to 8 bits",
         )
-    return Option("data parallel", 'strategy.name="auto"', devices, resident, peak, sent)
+    return Option(DATA_PARALLEL, 'strategy.name="auto"', devices, resident, peak, sent)
 
 
 def _zero(needs: Needs, devices: int, stage: int, comm_dtype: bool = False) -> Option:
@@ -312,7 +336,7 @@ def _fsdp(needs: Needs, devices: int) -> Option:
     gathered = 2 * (needs.trainable + sum(needs.frozen_weights)) - sum(kept_layers)
     sent = _others(gathered, devices) + _others(needs.trainable, devices)
     return Option(
-        "FSDP (ZeRO-3)",
+        FSDP,
         "parallel.zero=3",
         devices,
         resident,

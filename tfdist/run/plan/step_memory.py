@@ -1,7 +1,4 @@
-"""Subprocess that measures the training step of a config on this machine's CPU.
-
-`tfdist.tools.plan.main` starts it and reads its answer.
-"""
+"""Memory of the training step of a config, measured in a subprocess on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -13,60 +10,87 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.tools.common import subprocesses
-from tfdist.tools.plan.options import Needs, Stage
+from tfdist import config
+from tfdist.run.plan.options import Needs, Stage
+from tfdist.runtime import subprocesses
 
 # Maximum rows of the smaller of the two batches that are compared, because the planned batch may be
 # too large for this machine.
 _ROWS = 64
+# Number of measurements of each batch, of which the largest counts: what is in memory at the same
+# time depends on the threads.
+_REPEATS = 3
+
+
+def measure(
+    settings: config.Run, devices: int, microbatches: int = 8, timeout: float = 300.0
+) -> Needs:
+    """Measure the memory of a training step in a subprocess.
+
+    Args:
+        settings: Settings of a run, whose `data.global_batch` is a number.
+        devices: Number of stages into which the model is cut.
+        microbatches: Number of micro-batches of pipeline parallelism, default 8.
+        timeout: Seconds that the measurement may take, default 300.
+
+    Returns:
+        Needs of a training step on one device.
+
+    Raises:
+        ValueError: If the model cannot be built or measured.
+    """
+    question = {"run": settings.to_dict(), "devices": devices, "microbatches": microbatches}
+    # TensorFlow's other CPU allocator does not count tensors below 256 KB.
+    answer, end = subprocesses.ask(
+        __name__,
+        question,
+        timeout,
+        TF_CPU_ALLOCATOR_USE_BFC="true",
+        TF_ENABLE_ONEDNN_OPTS="1",  # without it TensorFlow does not count the memory of a CPU
+    )
+    if "error" in answer or not answer:
+        raise ValueError(
+            answer.get("error")
+            or "the model could not be measured: the process that builds it "
+            f"{end or 'printed no result'}; it has {timeout:g} s"
+        )
+    return Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
 
 
 def main(argv: list[str]) -> None:
     """Send the `Needs` of a config, or {"error": message}, to the parent process.
 
     Args:
-        argv: One JSON text: {"words": the config, as `tfdist train` takes it; "devices": number of
-            devices; "microbatches": number of micro-batches of pipeline parallelism}.
+        argv: One JSON text: {"run": settings of the run; "devices": number of devices;
+            "microbatches": number of micro-batches of pipeline parallelism}.
     """
     request = json.loads(argv[0])
     try:
-        subprocesses.answer(
-            dataclasses.asdict(look(request["words"], request["devices"], request["microbatches"]))
-        )
+        settings = config.Run.from_dict(request["run"])
+        needs = _look(settings, request["devices"], request["microbatches"])
+        subprocesses.answer(dataclasses.asdict(needs))
     except ValueError as error:
         subprocesses.answer({"error": str(error)})
 
 
-def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
+def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
     """Build the model of a config, and measure the memory of its training step.
 
     The loss of two batches of different sizes is computed, so that fixed costs can be told from
     those of each row.
-
-    Args:
-        words: Arguments of the config, as `tfdist train` takes them.
-        devices: Number of stages into which the model is cut.
-        microbatches: Number of micro-batches of pipeline parallelism.
-
-    Returns:
-        Needs of a training step on one device.
-
-    Raises:
-        ValueError: If the settings do not fit each other, the data or this machine.
     """
     import keras
     import tensorflow as tf
 
-    from tfdist import config
     from tfdist.data.batch_rows import count_rows
     from tfdist.parallel import deferred
     from tfdist.parallel.sharding import fsdp_unit, global_norm
-    from tfdist.run import build, input_pipeline, train_command
+    from tfdist.run import build, input_pipeline
 
     tf.config.set_visible_devices([], "GPU")
-    settings = train_command.parse(words)
     # The plan computes what these settings save, so the model is measured without them.
     settings = dataclasses.replace(settings, parallel=config.Parallel(), sync=config.Sync())
+    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, service=False))
     train = input_pipeline.pipeline(settings)
     batch = next(iter(train))
     rows = int(count_rows(batch))
@@ -77,7 +101,10 @@ def look(words: Sequence[str], devices: int, microbatches: int) -> Needs:
         optimizer.build(model.trainable_variables)
     less = min(max(1, rows // microbatches), _ROWS)
     more = min(2 * less, rows)
-    low, high = (_peak_growth_bytes(model, _first(batch, count)) for count in (less, more))
+    low, high = (
+        max(_peak_growth_bytes(model, _first(batch, count)) for _ in range(_REPEATS))
+        for count in (less, more)
+    )
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
     return Needs(

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from tfdist.runtime.subprocesses import Children, exit_reason
 from tfdist.tools.audit import row_records
 from tfdist.tools.audit.settings import Settings
 from tfdist.tools.common import events
 from tfdist.tools.common.process_logs import end_of
-from tfdist.tools.common.subprocesses import Children, exit_reason
 
 _POLL_S = 0.05  # seconds
 

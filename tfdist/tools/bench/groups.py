@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfdist.runtime.subprocesses import Children, exit_reason
 from tfdist.tools.bench.jobs import END, POLL_S, Job, order
 from tfdist.tools.common import events
 from tfdist.tools.common.process_logs import end_of
-from tfdist.tools.common.subprocesses import Children, exit_reason
 
 _GRACE_S = 5.0  # seconds that processes get to exit by themselves
 

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from tfdist.config import packaged
 from tfdist.runtime.cli_arguments import config_files, real, whole
 
 # Seconds to wait for the other hosts, alone and with --together, and seconds that --serve serves.
@@ -79,12 +80,8 @@ def _check_config(words: Sequence[str]) -> None:
             "--config: expected one config file, such as --config=configs/digits.py; "
             f"received {len(files)}"
         )
-    for path in (file.partition(":")[0] for file in files):
-        if not os.path.isfile(path):
-            raise ValueError(
-                f"--config={path}: expected a Python file that defines get_config(), but there is "
-                f"no such file in {os.getcwd()}"
-            )
+    for file in files:
+        packaged.find(file.partition(":")[0])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

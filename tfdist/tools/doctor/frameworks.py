@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.tools.common import subprocesses
+from tfdist.runtime import subprocesses
 from tfdist.tools.doctor.file_systems import WriteTest
 from tfdist.tools.doctor.trial import Trial
 

@@ -13,9 +13,9 @@ import sys
 import time
 from typing import Any
 
+from tfdist.runtime import subprocesses
 from tfdist.storage import files as storage
 from tfdist.storage.store_errors import UnusableStore
-from tfdist.tools.common import subprocesses
 from tfdist.tools.doctor import trial
 from tfdist.tools.doctor.file_systems import WriteTest, is_remote, missing, token_name
 

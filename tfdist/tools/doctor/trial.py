@@ -99,13 +99,15 @@ def steps(words: Sequence[str], workers: int) -> Iterator[Trial]:
 
 def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     from tfdist.run import input_pipeline, train_command
+    from tfdist.run.plan import largest_batch
 
     settings = train_command.parse(words)
+    settings = largest_batch.replaced(settings, workers * _replicas(settings))
     trial = Trial(
         STAGES[1],
         name=settings.name,
         strategy=settings.strategy.name,
-        global_batch=settings.data.global_batch,
+        global_batch=settings.data.batch_rows,
         replicas=_replicas(settings),
         directory=settings.output.dir or "",
     )

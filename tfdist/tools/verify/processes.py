@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfdist.runtime.subprocesses import Children, exit_reason
 from tfdist.tools.common.process_logs import end_of
-from tfdist.tools.common.subprocesses import Children, exit_reason
 
 _GRACE_S = 30.0  # seconds that a launcher gets to stop its tasks
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.data.order import Order, rows_of_replicas
 from tfdist.data.pipeline import pipeline
 from tfdist.data.sources.records import records
+from tfdist.runtime.subprocesses import Children
 from tfdist.tools.audit import stage_throughput
 from tfdist.tools.audit.processes import Workers
 from tfdist.tools.audit.row_records import Step
@@ -20,7 +21,6 @@ from tfdist.tools.audit.settings import Settings
 from tfdist.tools.audit.verdict import AuditError, Plan, verify
 from tfdist.tools.audit.worker import Worker
 from tfdist.tools.common import events
-from tfdist.tools.common.subprocesses import Children
 
 EXAMPLES = 10
 BATCH = 4

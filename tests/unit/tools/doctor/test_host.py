@@ -416,7 +416,7 @@ def test_a_failure_is_exit_code_1(capsys, tmp_path):
     ("words", "message"),
     [
         ("--cluster none.yaml", "--cluster none.yaml: expected a file"),
-        ("--config=none.py", "--config=none.py: expected a Python file"),
+        ("--config=none.py", "--config=none.py: no such file in"),
         ("--config.train.epochs=3", "--config: expected one config file"),
         ("--confg=a.py", "Did you mean --config?"),
         ("--directroy x", "Did you mean --directory?"),

@@ -1,0 +1,129 @@
+"""Largest global batch that fits the devices of a run, for `data.global_batch=auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfdist import config
+from tfdist.config.sections import AUTO
+from tfdist.keras_compat import engine_of
+from tfdist.run.plan import options, step_memory
+from tfdist.runtime.formatting import format_bytes
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+log = logging.getLogger("tfdist")
+_MEASURED_ROWS = 64  # of the batch from which the memory of others is computed
+
+
+def resolve(settings: config.Run, strategy: tf.distribute.Strategy, path: Path) -> config.Run:
+    """Return settings whose `data.global_batch` is a number.
+
+    The chief finds it, and all tasks take it. A run that was interrupted keeps its own.
+
+    Args:
+        settings: Settings of the run.
+        strategy: Strategy of the run.
+        path: File in which a former process wrote the settings that it trained with, if it exists.
+
+    Raises:
+        ValueError: If no batch fits, the model cannot be measured, or the strategy is of a kind
+            whose memory is not predicted.
+    """
+    if settings.data.global_batch != AUTO:
+        return settings
+    engine = engine_of(strategy)
+    if getattr(engine, "placement", None) is None:
+        raise ValueError(
+            f"data.global_batch: {AUTO!r} needs a synchronous strategy, received "
+            f"{type(strategy).__name__}. Set a number."
+        )
+    batch = 0
+    try:
+        if engine.placement.is_chief:
+            batch = _former(settings, path) or find(settings, strategy.num_replicas_in_sync)
+    except ValueError:
+        engine.broadcast_from_chief([0.0])
+        raise
+    batch = int(engine.broadcast_from_chief([float(batch)])[0])
+    if not batch:
+        raise ValueError("data.global_batch: the chief found none; its log says why")
+    return _with_batch(settings, batch)
+
+
+def replaced(settings: config.Run, replicas: int) -> config.Run:
+    """Return settings whose `data.global_batch` is a number, for so many replicas; see `find`."""
+    if settings.data.global_batch != AUTO:
+        return settings
+    return _with_batch(settings, find(settings, replicas))
+
+
+def find(settings: config.Run, replicas: int) -> int:
+    """Return the largest global batch of a run that fits the memory of its devices.
+
+    Args:
+        settings: Settings of the run.
+        replicas: Number of its replicas, each on a device of its own.
+
+    Raises:
+        ValueError: If no batch fits, or the model cannot be measured.
+    """
+    needs = step_memory.measure(_with_batch(settings, _MEASURED_ROWS), replicas)
+    if needs.rows != min(_MEASURED_ROWS, needs.examples or _MEASURED_ROWS):
+        raise ValueError(
+            f"data.global_batch: {AUTO!r} needs data that is batched by this key, and "
+            f"{settings.data.name} makes batches of {needs.rows}. Set that number."
+        )
+    memory = int((settings.strategy.device_memory_gb or 0) * 1e9)
+    name = options.name_of(settings.parallel.zero, settings.sync.comm_dtype, replicas)
+    found = {
+        option.name: (option, batch)
+        for option, batch in options.largest_batches(needs, replicas, memory)
+    }
+    if name not in found:
+        raise ValueError(f"parallel.zero: {needs.not_sharded}")
+    option, batch = found[name]
+    if not batch:
+        raise ValueError(
+            f"data.global_batch: {AUTO!r} found none that fits {format_bytes(memory)} on each "
+            f"device (strategy.device_memory_gb): {option.name} needs {format_bytes(option.peak)} "
+            f"for one example on each of {replicas}. `tfdist plan` compares what needs less."
+        )
+    bound = ", all examples" if batch == needs.examples else ""
+    log.info(
+        "data.global_batch: %d%s, the largest that fits %s on each of %d devices%s",
+        batch,
+        bound,
+        format_bytes(memory),
+        replicas,
+        ""
+        if settings.train.base_global_batch
+        else "; train.learning_rate stays as it is (train.base_global_batch makes it follow)",
+    )
+    return batch
+
+
+def _former(settings: config.Run, path: Path) -> int:
+    """Return the batch of a former process of this run; 0 if there was none."""
+    try:
+        former = config.Run.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return 0
+    batch = former.data.global_batch
+    same = _as_json(_with_batch(former, AUTO)) == _as_json(settings)
+    return batch if same and isinstance(batch, int) else 0
+
+
+def _as_json(settings: config.Run) -> str:
+    return json.dumps(settings.to_dict(), sort_keys=True)
+
+
+def _with_batch(settings: config.Run, batch: int | str) -> config.Run:
+    return dataclasses.replace(
+        settings, data=dataclasses.replace(settings.data, global_batch=batch)
+    )
