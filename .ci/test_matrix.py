@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
         if not match:
             parser.error(f"{word}: expected minor versions such as 2.21:3.15 or 2.21:3.15:3.12")
         tensorflow, keras, python = match.groups(OWN_PYTHON)
-        if not shutil.which(f"python{python}"):
-            parser.error(f"{word}: expected python{python} on the PATH, found none")
+        if not runs(python):
+            parser.error(f"{word}: expected python{python} on the PATH, found none that runs")
         combinations.append((tensorflow, keras, python))
     rows = {row.combination: row for row in rows_of(PAGE.read_text(encoding="utf-8"))}
     seen = []
@@ -106,12 +106,16 @@ def everything() -> list[str]:
     newest = f"{TENSORFLOW[-1]}:{KERAS[-1]}"
     return [
         *(f"{tensorflow}:{keras}" for tensorflow in TENSORFLOW for keras in (*KERAS, MASTER)),
-        *(
-            f"{newest}:{python}"
-            for python in PYTHONS
-            if python != OWN_PYTHON and shutil.which(f"python{python}")
-        ),
+        *(f"{newest}:{python}" for python in PYTHONS if python != OWN_PYTHON and runs(python)),
     ]
+
+
+def runs(python: str) -> bool:
+    """Return whether there is a Python of this version; a shim of pyenv may have none."""
+    command = shutil.which(f"python{python}")
+    return (
+        bool(command) and not subprocess.run([command, "--version"], capture_output=True).returncode
+    )
 
 
 def numbers(combination: tuple[str, ...]) -> list[list[float]]:
