@@ -67,6 +67,10 @@ def test_a_worker_stays_until_the_others_have_received_what_it_sent(job):
     assert job.ends == ["2", "2"]
 
 
+def test_both_workers_may_load_what_was_saved(job):
+    assert [result["saved and loaded"] for result in job.results] == [True, True]
+
+
 def test_both_workers_report_the_same(job):
     chief, other = job.results
     assert set(chief["history"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}

@@ -105,6 +105,7 @@ def install() -> None:
     replica_losses.install()
     global_generator.install(lambda strategy: engine_of(strategy) is not None)
     _add_conversions(_distribute_values.DistributedVariable)
+    _explain_handles(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
     hook_files()
     parallel = importlib.import_module("tfdist.keras_compat.parallel")
@@ -147,6 +148,25 @@ def _add_conversions(cls: Any) -> None:
     cls.__float__ = lambda self: float(self.numpy())
     cls.__int__ = lambda self: int(self.numpy())
     cls.__complex__ = lambda self: complex(self.numpy())
+
+
+def _explain_handles(cls: Any) -> None:
+    """Say what to do where a loop of the user's own computes gradients outside of a replica."""
+    handle = cls.handle
+
+    def explained(self):
+        try:
+            return handle.fget(self)
+        except ValueError as error:
+            if engine_of(self.distribute_strategy) is None:
+                raise
+            raise ValueError(
+                f"{self.name}: expected gradients of a weight in a replica, as in fit() or in "
+                "strategy.run(), received a call outside. In a training loop of your own, make the "
+                "step the train_step of a model, and call fit(); or use tfdist.loops."
+            ) from error
+
+    cls.handle = property(explained)
 
 
 def runtime_initialized() -> bool:
@@ -199,6 +219,32 @@ def wait_at_barrier(name: str, seconds: float) -> None:
         tf.errors.OpError: If they did not come, or a task is gone.
     """
     _context.context().wait_at_barrier(name, round(1000 * seconds))
+
+
+def announce(key: str) -> None:
+    """Tell all tasks of a synchronous cluster that something has happened.
+
+    Args:
+        key: Name of what has happened, used once in the cluster.
+    """
+    _context.context().set_config_key_value(key, "1")
+
+
+def is_announced(key: str, seconds: float) -> bool:
+    """Return whether a task has called `announce`, once it has, or after a wait.
+
+    Args:
+        key: Name that it passes.
+        seconds: Seconds to wait.
+
+    Raises:
+        tf.errors.OpError: If the first worker, which keeps the names, is gone.
+    """
+    try:
+        _context.context().get_config_key_value(key, round(1000 * seconds))
+    except tf.errors.DeadlineExceededError:
+        return False
+    return True
 
 
 def unordered(op: tf.Operation) -> None:

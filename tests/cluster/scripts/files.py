@@ -35,6 +35,24 @@ def build(strategy, seed=1):
     return model
 
 
+@keras.saving.register_keras_serializable()
+class SlowToSave(keras.layers.Dense):
+    """Layer that takes a second to write."""
+
+    def get_config(self):
+        time.sleep(1)
+        return super().get_config()
+
+
+def saved_and_loaded(strategy, path: pathlib.Path) -> bool:
+    """Save a model on all workers, and load it at once; return whether it is the same."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), SlowToSave(2)])
+        model.save(path)
+        loaded = keras.models.load_model(path)
+    return np.array_equal(loaded.get_weights()[0], model.get_weights()[0])
+
+
 def slowly(x, y):
     """Delay a batch of the slow worker."""
 
@@ -130,6 +148,7 @@ def main(directory: str, stage: str) -> None:
     long.fit(steps.repeat().take(LONG_STEPS), verbose=0)
     scoped = inside_scope(strategy, own) if stage == "finish" else None
     result = {
+        "saved and loaded": saved_and_loaded(strategy, shared / f"{stage}.keras"),
         "scoped": scoped,
         "epochs": epochs,
         "history": history.history,

@@ -386,6 +386,19 @@ def test_variables_with_copies_convert_to_numbers_and_arrays(two, inside):
         assert float(kernel[1, 0]) == 3.0
 
 
+def test_a_loop_outside_of_replicas_is_explained(mirrored):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones([2, 3])))
+        with pytest.raises(ValueError, match=r"^.*kernel.*: expected gradients .* use tfdist\.l"):
+            tape.gradient(loss, model.trainable_weights)
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        v = tf.Variable(1.0)
+        with pytest.raises(ValueError, match="not available outside the replica context"):
+            _ = v.handle
+
+
 def test_central_storage_keeps_a_copy_of_local_state_on_each_replica():
     strategy = tf.distribute.experimental.CentralStorageStrategy(["/cpu:0", "/cpu:1"], "/cpu:0")
     keras_compat.keep_state_per_replica(strategy)

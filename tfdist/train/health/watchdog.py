@@ -59,13 +59,14 @@ class Watchdog:
             bounded.
 
     Attributes:
+        seconds: Seconds as given; infinite if there are no other workers.
         transport: Collectives to abort together with TensorFlow's; None if there are none.
     """
 
     transport: Abortable | None = None
 
     def __init__(self, seconds: float = math.inf, placement: Placement | None = None):
-        self._seconds = seconds if placement is not None and placement.workers > 1 else math.inf
+        self.seconds = seconds if placement is not None and placement.workers > 1 else math.inf
         self._placement = placement
         self._lock = threading.Lock()
         self._calls: list[_Call] = []  # nested, the outermost first
@@ -84,7 +85,7 @@ class Watchdog:
             TimeoutError: If no step was made for too long. After that, no call can wait for other
                 workers in this process any more.
         """
-        if self._seconds == math.inf:
+        if self.seconds == math.inf:
             with self.explained():
                 yield
             return
@@ -127,7 +128,7 @@ class Watchdog:
             ) from error
 
     def _watch(self) -> None:
-        pause = self._seconds / CHECKS
+        pause = self.seconds / CHECKS
         seen: _Call | None = None
         last = None
         unchanged = 0
@@ -158,7 +159,7 @@ class Watchdog:
         return (
             f"{placement.task(placement.rank)} waited too long for "
             f"{', '.join(late) or self._others()}: no step for "
-            f"{self._seconds:g} s. A worker hangs, is cut off, gets no data, or has fewer batches "
+            f"{self.seconds:g} s. A worker hangs, is cut off, gets no data, or has fewer batches "
             "than the others. Look at the workers' logs, and give all workers data of the same "
             "length. If your steps take longer, pass a longer make_strategy(timeout=...)."
         )

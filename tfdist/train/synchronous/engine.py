@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat import (
+    announce,
     copies,
     holder_of,
+    is_announced,
     leave_scope,
     metric_variables,
     metrics_of,
@@ -62,6 +65,7 @@ from tfdist.train.synchronous.worker_callbacks import (
 )
 from tfdist.train.timing.step_breakdown import Recorder, StepBreakdown
 
+_POLL_S = 1.0  # seconds of a wait for the chief after which the bound is checked
 log = logging.getLogger("tfdist")
 
 
@@ -119,6 +123,7 @@ class Engine(Hooks):
         self._recorder: Recorder | None = None  # of the running fit, if its steps are measured
         self.heartbeat = Heartbeat(placement.is_chief)
         self.watchdog = Watchdog(timeout, placement)
+        self._saves = 0  # calls of save, save_weights and export, which all workers make
         strategy.tfdist_engine = self
 
     def use(self, policy: Policy) -> None:
@@ -512,24 +517,38 @@ class Engine(Hooks):
     def save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Save the model on the chief; all workers must call this method.
 
-        The other workers contribute their parts of sharded variables. Under local SGD the replicas
-        are synchronized first.
+        The other workers contribute their parts of sharded variables, and return when the chief has
+        written the file, which they may read. Under local SGD the replicas are synchronized first.
         """
         with time_account().during("save"):
             return self._save(model, keras_method, *args, **kwargs)
 
     def _save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._replica_state(model).gather()
+        self._saves += 1
+        saved = f"tfdist/saved/{self._saves}"
         with self.gathered(model):
             if self.placement.is_chief:
-                # Nothing in it may wait for the other workers, or make this one differ from them.
-                with leave_scope(), unchanged_by_saving(model):
-                    return keras_method(model, *args, **kwargs)
+                try:
+                    # Nothing in it may wait for the other workers, or make this one differ.
+                    with leave_scope(), unchanged_by_saving(model):
+                        return keras_method(model, *args, **kwargs)
+                finally:
+                    if self.placement.workers > 1:
+                        announce(saved)
         log.debug(
             "%s does not write in model.%s; the chief does",
             self.placement.task(self.placement.rank),
             keras_method.__name__,
         )
+        begun = time.monotonic()
+        while not is_announced(saved, _POLL_S):
+            if time.monotonic() - begun > self.watchdog.seconds:
+                raise TimeoutError(
+                    f"{self.placement.task(self.placement.rank)} waited "
+                    f"{self.watchdog.seconds:g} s for {self.placement.task(0)} to write in "
+                    f"model.{keras_method.__name__}(), which all workers must call."
+                )
         return None
 
     save_weights = save
