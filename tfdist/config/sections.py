@@ -426,18 +426,52 @@ class Sync:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """Sharding of a large model over the replicas.
+    """Division of a large model: sharding over the replicas, or stages of a pipeline.
 
     Attributes:
         zero: ZeRO stage. 0: each replica holds everything. 1: the optimizer's state is sharded. 2:
             so are the gradients; see `tfdist.parallel.zero`. 3: so are the weights; see
             `tfdist.parallel.fsdp`.
+        prefetch: Number of layers ahead whose weights are gathered, if zero is 3.
+        gather_dtype: Data type in which weights are sent and used, if zero is 3: "bfloat16" or
+            "float16"; None: unchanged. That of gradients is sync.comm_dtype.
+        reshard_after_forward: Whether gathered weights are dropped after the forward pass, if zero
+            is 3.
+        stages: Number of stages of a pipeline, each on a device of this process; 1: no pipeline.
+            See `tfdist.parallel.pipeline`.
+        microbatches: Number of micro-batches into which a pipeline splits each batch.
+        schedule: Order of a pipeline's forward and backward passes.
+        recompute: Whether the stages compute activations again for the backward pass.
     """
 
     zero: int = between(0, 3, 0)
+    prefetch: int = at_least(0, 1)
+    gather_dtype: str | None = one_of(("bfloat16", "float16"), None)
+    reshard_after_forward: bool = True
+    stages: int = at_least(1, 1)
+    microbatches: int = at_least(1, 8)
+    schedule: str = one_of(("1f1b", "gpipe"), "1f1b")
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         check(self, "parallel")
+        needs = {
+            **dict.fromkeys(("prefetch", "gather_dtype", "reshard_after_forward"), "zero=3"),
+            **dict.fromkeys(("microbatches", "schedule", "recompute"), "stages of 2 or more"),
+        }
+        has = {"zero=3": self.zero == 3, "stages of 2 or more": self.stages > 1}
+        for field in dataclasses.fields(self):
+            value, needed = getattr(self, field.name), needs.get(field.name)
+            if needed and not has[needed] and value != field.default:
+                raise ValueError(
+                    f"parallel.{field.name}: expected parallel.{needed} too, received {value!r} "
+                    "without it."
+                )
+        if self.stages > 1 and self.zero:
+            raise ValueError(
+                "parallel.stages: expected parallel.zero=0, because a pipeline has one replica; "
+                f"received parallel.stages={self.stages} and parallel.zero={self.zero}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,6 +583,11 @@ class Run:
                 f"received {self.name!r}."
             )
         self._check_auto_batch()
+        if self.parallel.stages > 1 and self.sync != Sync():
+            raise ValueError(
+                "sync: expected its defaults, because the stages of a pipeline exchange no "
+                f"gradients; received parallel.stages={self.parallel.stages} too."
+            )
         names = map(keras_callbacks.name_of, self.train.callback_names())
         if self.parallel.zero and "swap_ema_weights" in names:
             raise ValueError(
@@ -577,6 +616,11 @@ class Run:
             raise ValueError(
                 f"{key} needs a strategy whose memory `tfdist plan` predicts; received "
                 f"strategy.name={self.strategy.name!r}. Set a number."
+            )
+        if self.parallel.stages > 1:
+            raise ValueError(
+                f"{key} needs parallel.stages=1, received {self.parallel.stages}. `tfdist plan "
+                "--find-batch` finds the largest batch of a pipeline."
             )
         if self.sync.kind != "gradients" or self.sync.accumulate > 1:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfdist import config, sync
 
@@ -84,40 +84,107 @@ def make_model(
     Raises:
         ValueError: If settings are not compatible with each other or with the data.
     """
+    from tfdist import parallel
+    from tfdist.run import compilation
+
+    if settings.parallel.stages > 1:
+        raise ValueError(
+            "parallel.stages: expected 1, received "
+            f"{settings.parallel.stages}; only `tfdist train` trains in stages."
+        )
+    with strategy.scope():
+        model = _build(settings, train)
+        if not model.compiled:
+            optimizer = compilation.optimizer(_scaled(settings), train, settings.sync.accumulate)
+            if settings.parallel.zero == 3:
+                parallel.fsdp(
+                    model,
+                    settings.parallel.prefetch,
+                    settings.parallel.gather_dtype,
+                    reshard_after_forward=settings.parallel.reshard_after_forward,
+                )
+            elif settings.parallel.zero:
+                optimizer = parallel.zero(optimizer, settings.parallel.zero)
+            _compile(model, optimizer, settings)
+    return model
+
+
+def make_staged_model(
+    settings: config.Run, strategy: tf.distribute.Strategy, train: tf.data.Dataset
+) -> keras.Model:
+    """Return the compiled pipeline-parallel model of a run, which no strategy distributes.
+
+    Args:
+        settings: Run to build for, whose `parallel.stages` are several.
+        strategy: Strategy on whose devices the stages are.
+        train: Training batches that `input_pipeline.pipeline` returned.
+
+    Raises:
+        ValueError: If there are more or fewer devices than stages, settings are not compatible with
+            each other or with the data, or the model cannot be cut.
+    """
+    from tfdist import parallel
+    from tfdist.run import compilation
+
+    section = settings.parallel
+    devices = strategy.extended.worker_devices
+    if len(devices) != section.stages or strategy.num_replicas_in_sync != section.stages:
+        raise ValueError(
+            "parallel.stages: expected as many stages as devices of one process, received "
+            f"{section.stages} stages for {strategy.num_replicas_in_sync} devices, of which "
+            f"{len(devices)} are in this process. Set strategy.devices, and start no other worker."
+        )
+    model = parallel.pipeline(
+        _build(settings, train),
+        section.stages,
+        microbatches=section.microbatches,
+        schedule=section.schedule,
+        recompute=section.recompute,
+        devices=devices,
+    )
+    _compile(model, compilation.optimizer(_scaled(settings), train, 1), settings)
+    return model
+
+
+def _build(settings: config.Run, train: tf.data.Dataset) -> keras.Model:
+    """Return the model of a run, compiled only if a user's function does so."""
     import keras
 
-    from tfdist import models, parallel
-    from tfdist.run import compilation, input_pipeline
+    from tfdist import models
+    from tfdist.run import input_pipeline
 
     keras.utils.set_random_seed(settings.train.seed)
     keras.config.set_dtype_policy(settings.train.precision)
     if not models.is_own(settings.model.name):
         input_pipeline.check_supervised(train, settings.model.options)
     shape, classes = input_pipeline.shapes(train)
-    with strategy.scope():
-        model = models.build(
-            settings.model.name,
-            **{"input_shape": shape, "classes": classes, **settings.model.options},
-        )
-        if model.compiled and settings.parallel.zero:
-            raise ValueError(
-                f"parallel.zero: expected a model that is not compiled, received a compiled one "
-                f"from {settings.model.name}. Set parallel.zero=0, and use "
-                "tfdist.parallel.zero(optimizer) where you compile it."
-            )
-        if not model.compiled:
-            optimizer = compilation.optimizer(_scaled(settings), train, settings.sync.accumulate)
-            if settings.parallel.zero == 3:
-                parallel.fsdp(model)
-            elif settings.parallel.zero:
-                optimizer = parallel.zero(optimizer, settings.parallel.zero)
-            model.compile(
-                optimizer=optimizer,
-                loss=compilation.loss(settings.train),
-                metrics=compilation.metrics(settings.train),
-                steps_per_execution=settings.train.steps_per_execution,
-            )
+    model = models.build(
+        settings.model.name,
+        **{"input_shape": shape, "classes": classes, **settings.model.options},
+    )
+    if model.compiled:
+        for key, value, default, remedy in (
+            ("zero", settings.parallel.zero, 0, "tfdist.parallel.zero(optimizer)"),
+            ("stages", settings.parallel.stages, 1, "tfdist.parallel.pipeline(model)"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"parallel.{key}: expected a model that is not compiled, received a compiled "
+                    f"one from {settings.model.name}. Set parallel.{key}={default}, and use "
+                    f"{remedy} where you compile it."
+                )
     return model
+
+
+def _compile(model: keras.Model, optimizer: Any, settings: config.Run) -> None:
+    from tfdist.run import compilation
+
+    model.compile(
+        optimizer=optimizer,
+        loss=compilation.loss(settings.train),
+        metrics=compilation.metrics(settings.train),
+        steps_per_execution=settings.train.steps_per_execution,
+    )
 
 
 def _scaled(settings: config.Run) -> config.Train:

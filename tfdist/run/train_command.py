@@ -214,7 +214,11 @@ def run(settings: config.Run) -> dict[str, Any]:
     train = input_pipeline.pipeline(settings, "train")
     test = input_pipeline.pipeline(settings, "eval")
     class_weight = compilation.class_weight(settings, train)
-    model = build.make_model(settings, strategy, train)
+    if settings.parallel.stages > 1:
+        model = build.make_staged_model(settings, strategy, train)
+        strategy = model.distribute_strategy
+    else:
+        model = build.make_model(settings, strategy, train)
     check_optimizer(own, model)
 
     paths = {

@@ -68,10 +68,11 @@ def _find_batch(flags: argparse.Namespace, needs: Needs) -> int:
         (option, batch, rate_for(needs, batch))
         for option, batch in largest_batches(needs, flags.devices, flags.memory, flags.microbatches)
     ]
-    # The first of the largest that use all devices: later options cost more. No config chooses a
-    # pipeline.
+    # A pipeline only where nothing simpler fits. The first of the largest that use all devices:
+    # later options cost more.
+    simpler = [each for each in found if each[0].name != PIPELINE]
     option, batch, rate = max(
-        (each for each in found if each[0].name != PIPELINE),
+        simpler if any(batch for _, batch, _ in simpler) else found,
         key=lambda each: (each[1], each[0].devices),
     )
     if flags.json:
@@ -91,7 +92,7 @@ def _find_batch(flags: argparse.Namespace, needs: Needs) -> int:
         print(
             f"Take {option.name}{bound}: {flags_text}"
             if batch
-            else "Nothing that a config can choose fits, not even one example on each device."
+            else "Nothing fits, not even one example on each device."
         )
     return int(not batch)
 

@@ -182,6 +182,30 @@ from tfdist.run.train_command import find_directory, parse
             {"sync": {"kind": "diloco", "clip_norm": 1}},
             'sync.clip_norm: has no effect if sync.kind is "diloco"; received 1.0.',
         ),
+        (
+            {"parallel": {"gather_dtype": "bfloat16", "zero": 2}},
+            "parallel.gather_dtype: expected parallel.zero=3 too, received 'bfloat16' without it",
+        ),
+        (
+            {"parallel": {"recompute": True}},
+            "parallel.recompute: expected parallel.stages of 2 or more too, received True",
+        ),
+        (
+            {"parallel": {"stages": 2, "zero": 1}},
+            "parallel.stages: expected parallel.zero=0, because a pipeline has one replica",
+        ),
+        (
+            {"parallel": {"stages": 2}, "sync": {"comm_dtype": "bfloat16"}},
+            "sync: expected its defaults, because the stages of a pipeline exchange no gradients",
+        ),
+        (
+            {
+                "parallel": {"stages": 2},
+                "strategy": {"device_memory_gb": 16},
+                "data": {"global_batch": "auto"},
+            },
+            "data.global_batch: 'auto' needs parallel.stages=1, received 2",
+        ),
         ({"parallel": {"zero": 4}}, "parallel.zero: expected a number from 0 to 3, received 4."),
     ],
 )

@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfdist
 from tests.reports import RUN_FILES, files_of_run
 from tfdist import config
+from tfdist.run import build
 from tfdist.run.train_command import describe, run
 from tfdist.sync import DiLoCo, Gradients, LocalSGD
 from tfdist.telemetry import sessions
@@ -67,6 +68,39 @@ def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys)
     )  # at the beginning, and at the end
     with pytest.raises(ValueError, match="holds a finished run"):
         run(settings)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"stages": 2, "microbatches": 5, "schedule": "gpipe", "recompute": True},
+        {"zero": 3, "prefetch": 0, "reshard_after_forward": False},
+        {"zero": 3, "gather_dtype": "bfloat16"},
+    ],
+    ids=["pipeline", "fsdp", "bfloat16"],
+)
+def test_divided_models_train_as_on_one_device(settings, tmp_path, parallel):
+    expected = run(settings)
+    two = dataclasses.replace(
+        settings,
+        strategy=config.Strategy(devices="cpu:0,cpu:1"),
+        parallel=config.Parallel(**parallel),
+        output=config.Output(dir=str(tmp_path / "two"), export=True),
+    )
+    summary = run(two)
+    tolerance = 1e-2 if "gather_dtype" in parallel else 1e-5
+    assert summary["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=tolerance)
+    assert summary["replicas"] == (1 if "stages" in parallel else 2)
+    exported = tf.saved_model.load(summary["export"])
+    assert exported.serve(tf.zeros([2, 8, 8, 1])).shape == (2, 10)
+
+
+def test_stages_need_a_device_each(settings, tmp_path):
+    staged = dataclasses.replace(settings, parallel=config.Parallel(stages=2))
+    with pytest.raises(ValueError, match=r"stages: .* received 2 stages for 1 devices"):
+        run(staged)
+    with pytest.raises(ValueError, match=r"received 2; only `tfdist train` trains in stages"):
+        build.make_model(staged, tf.distribute.get_strategy(), None)
 
 
 @pytest.mark.parametrize(

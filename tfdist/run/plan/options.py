@@ -348,7 +348,7 @@ def _fsdp(needs: Needs, devices: int) -> Option:
 
 
 def _pipeline(needs: Needs, devices: int, microbatches: int) -> Option:
-    how = f"tfdist.parallel.pipeline(model, {devices}, microbatches={microbatches})"
+    how = f"parallel.stages={devices} parallel.microbatches={microbatches}"
     refused = needs.not_cut
     if not refused and needs.rows % microbatches:
         refused = f"{microbatches} micro-batches do not divide the batch of {needs.rows} examples"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.config import user_functions
+from tfdist.config import Parallel, user_functions
 
 if TYPE_CHECKING:
     from tfdist import config
@@ -158,6 +158,8 @@ def _measured(
     part = cut(batch, tf.constant(0, tf.int64), tf.constant(rows, tf.int64))
     gpus = tf.config.list_logical_devices("GPU")
     before = _reset_peak()
+    if settings.parallel.stages > 1:  # the memory of the whole model, on one device
+        settings = dataclasses.replace(settings, parallel=Parallel())
     model = build.make_model(settings, tf.distribute.get_strategy(), train)
     trial = dataclasses.replace(
         trial, stage=STAGES[4], parameters=model.count_params() if model.built else 0, rows=rows
