@@ -24,6 +24,7 @@ SEED_STRIDE = 104_729
 # Methods of a model that a step calls, and that are not called before it.
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
+_GLOBAL = "global_seed_generator"  # name of the generator in Keras' state of a thread
 _NAME = "tfdist_generator"  # attribute of a strategy: the generator that its replicas share
 
 
@@ -89,13 +90,13 @@ def share(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         with strategy.scope():
             generator = keras.random.SeedGenerator(0, name=generator.name)
         generator.state.assign(state)
-        _global_state.set_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR, generator)
+        _global_state.set_global_attribute(_GLOBAL, generator)
     setattr(strategy, _NAME, generator)
 
 
 def current() -> keras.random.SeedGenerator | None:
     """Return this thread's generator, if Keras has made one."""
-    return _global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+    return _global_state.get_global_attribute(_GLOBAL)
 
 
 def state_of(strategy: tf.distribute.Strategy) -> list[keras.Variable]:
