@@ -39,7 +39,9 @@ SUITES = {
     "parity": ("tests/parity", "-k", "mirrored-2"),
 }
 PACKAGES = ("pytest>=8", "pytest-timeout>=2.3")
-NOT_INSTALLABLE = re.compile(r"ResolutionImpossible|No matching distribution found")
+NOT_INSTALLABLE = re.compile(
+    r"ResolutionImpossible|No matching distribution found|requires a different Python"
+)
 HEADER = (
     "| TensorFlow | Keras | Python | hooks | parity, `mirrored-2` |",
     "|---|---|---|---|---|",
@@ -110,9 +112,14 @@ def everything() -> list[str]:
     ]
 
 
+def command_of(python: str) -> str | None:
+    """Return the path of a Python of this version; None if there is none."""
+    return sys.executable if python == OWN_PYTHON else shutil.which(f"python{python}")
+
+
 def runs(python: str) -> bool:
     """Return whether there is a Python of this version; a shim of pyenv may have none."""
-    command = shutil.which(f"python{python}")
+    command = command_of(python)
     return (
         bool(command) and not subprocess.run([command, "--version"], capture_output=True).returncode
     )
@@ -131,8 +138,10 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
     combination = (tensorflow, keras, python_version)
     directory = ENVIRONMENTS / f"tensorflow-{tensorflow}-keras-{keras}-python-{python_version}"
     python = directory / "bin" / "python"
+    if keras == MASTER:  # pip would keep another commit of the same version
+        shutil.rmtree(directory, ignore_errors=True)
     if not python.exists():
-        subprocess.run([f"python{python_version}", "-m", "venv", directory], check=True)
+        subprocess.run([str(command_of(python_version)), "-m", "venv", directory], check=True)
     source = os.environ.get("KERAS_SOURCE", KERAS_SOURCE)
     if os.path.isdir(source):
         source = pathlib.Path(source).resolve().as_uri()
@@ -224,7 +233,8 @@ def write(rows: list[Row]) -> None:
     """Write the table of the page, and `TESTED` of the package."""
     tables.write(PAGE, BEGIN, "\n".join([*HEADER, *map(str, rows)]))
     passed = dict.fromkeys(row.combination[:2] for row in rows if row.passed)
-    pairs = [f'("{a}", "{b}"),' for a, b in passed if b != MASTER]
+    failed = {row.combination[:2] for row in rows if row.installed and not row.passed}
+    pairs = [f'("{a}", "{b}"),' for a, b in passed if b != MASTER and (a, b) not in failed]
     lines = "".join(f"\n    {pair}" for pair in pairs) + "\n" if len(pairs) > 1 else "".join(pairs)
     module, count = re.subn(
         r"(?ms)^(TESTED: [^=]* = )\(.*?\)\n\n",

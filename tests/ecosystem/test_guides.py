@@ -68,6 +68,7 @@ def test_a_script_of_keras_gives_its_numbers(script, tmp_path):
         for name in ("plain", "mirrored", "worker-0", "worker-1")
     )
     assert expected
+    assert SCRIPTS[script].keys() <= set(range(len(expected)))
     for epochs in others:
         assert [set(logs) for logs in epochs] == [set(logs) for logs in expected]
         for number, (logs, keras_logs) in enumerate(zip(epochs, expected, strict=True)):

@@ -465,7 +465,8 @@ class Parallel:
             if needed and not has[needed] and value != field.default:
                 raise ValueError(
                     f"parallel.{field.name}: expected parallel.{needed} too, received {value!r} "
-                    "without it."
+                    f"with zero={self.zero} and stages={self.stages}. Set it, or leave out "
+                    f"parallel.{field.name}."
                 )
         if self.stages > 1 and self.zero:
             raise ValueError(
@@ -616,6 +617,12 @@ class Run:
             raise ValueError(
                 f"{key} needs a strategy whose memory `tfdist plan` predicts; received "
                 f"strategy.name={self.strategy.name!r}. Set a number."
+            )
+        if self.parallel.prefetch != 1 or not self.parallel.reshard_after_forward:
+            raise ValueError(
+                f"{key} needs the defaults of parallel.prefetch and "
+                "parallel.reshard_after_forward, whose memory `tfdist plan` predicts; received "
+                f"{self.parallel.prefetch} and {self.parallel.reshard_after_forward}. Set a number."
             )
         if self.parallel.stages > 1:
             raise ValueError(

@@ -221,17 +221,18 @@ def wait_at_barrier(name: str, seconds: float) -> None:
     _context.context().wait_at_barrier(name, round(1000 * seconds))
 
 
-def announce(key: str) -> None:
-    """Tell all tasks of a synchronous cluster that something has happened.
+def announce(key: str, text: str) -> None:
+    """Tell all tasks of a synchronous cluster how something has ended.
 
     Args:
-        key: Name of what has happened, used once in the cluster.
+        key: Name of it, used once in the cluster.
+        text: Description of its end.
     """
-    _context.context().set_config_key_value(key, "1")
+    _context.context().set_config_key_value(key, text)
 
 
-def is_announced(key: str, seconds: float) -> bool:
-    """Return whether a task has called `announce`, once it has, or after a wait.
+def announced(key: str, seconds: float) -> str | None:
+    """Return what a task has told by `announce`; None if none has after a wait.
 
     Args:
         key: Name that it passes.
@@ -241,10 +242,9 @@ def is_announced(key: str, seconds: float) -> bool:
         tf.errors.OpError: If the first worker, which keeps the names, is gone.
     """
     try:
-        _context.context().get_config_key_value(key, round(1000 * seconds))
+        return _context.context().get_config_key_value(key, round(1000 * seconds))
     except tf.errors.DeadlineExceededError:
-        return False
-    return True
+        return None
 
 
 def unordered(op: tf.Operation) -> None:

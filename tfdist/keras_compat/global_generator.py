@@ -73,13 +73,18 @@ def install(has_engine: Callable[[tf.distribute.Strategy], bool]) -> None:
 def share(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Make the replicas of a strategy share this thread's generator, if there is one.
 
-    It is made if the model has a step of its own, which may draw from it. A generator that was made
+    It is made if the model has a step of its own, which may draw from it, and made again if Keras
+    has dropped it. A generator that was made
     outside of the strategy's scope is replaced by one in it, with the same state. All processes of
     the strategy must call this.
     """
     generator = current()
     if generator is None:
-        if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _STEPS):
+        # Keras drops it in `set_random_seed` and `clear_session`.
+        had = getattr(strategy, _NAME, None) is not None
+        if had or any(
+            getattr(type(model), name) is not getattr(keras.Model, name) for name in _STEPS
+        ):
             before = random.getstate()  # the step may not draw
             with strategy.scope():
                 _seed_generator.global_seed_generator()

@@ -90,7 +90,8 @@ def make_model(
     if settings.parallel.stages > 1:
         raise ValueError(
             "parallel.stages: expected 1, received "
-            f"{settings.parallel.stages}; only `tfdist train` trains in stages."
+            f"{settings.parallel.stages}; only `tfdist train` trains in stages. "
+            "Pass --config.parallel.stages=1."
         )
     with strategy.scope():
         model = _build(settings, train)

@@ -286,7 +286,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         "replicas": strategy.num_replicas_in_sync,
         "bytes_per_step": telemetry_callbacks.sent(strategy, model),
         **telemetry_callbacks.trained_by(strategy),
-        "strategy": type(strategy).__name__,
+        "strategy": "pipeline" if settings.parallel.stages > 1 else type(strategy).__name__,
         **{name: str(path) for name, path in paths.items()},
     }
     if chief:

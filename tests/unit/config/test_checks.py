@@ -184,7 +184,7 @@ from tfdist.run.train_command import find_directory, parse
         ),
         (
             {"parallel": {"gather_dtype": "bfloat16", "zero": 2}},
-            "parallel.gather_dtype: expected parallel.zero=3 too, received 'bfloat16' without it",
+            "parallel.gather_dtype: expected parallel.zero=3 too, received 'bfloat16' with zero=2",
         ),
         (
             {"parallel": {"recompute": True}},
@@ -197,6 +197,14 @@ from tfdist.run.train_command import find_directory, parse
         (
             {"parallel": {"stages": 2}, "sync": {"comm_dtype": "bfloat16"}},
             "sync: expected its defaults, because the stages of a pipeline exchange no gradients",
+        ),
+        (
+            {
+                "parallel": {"zero": 3, "reshard_after_forward": False},
+                "strategy": {"device_memory_gb": 16},
+                "data": {"global_batch": "auto"},
+            },
+            "data.global_batch: 'auto' needs the defaults of parallel.prefetch and",
         ),
         (
             {

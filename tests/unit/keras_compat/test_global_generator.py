@@ -130,6 +130,22 @@ def test_a_resumed_fit_draws_what_an_uninterrupted_one_does(mirrored, tmp_path):
     assert_equal(run("parts"), run("uninterrupted"))
 
 
+@pytest.mark.skipif(
+    keras.__version__.startswith("3.10."), reason="there, set_random_seed keeps the generator"
+)
+def test_a_seed_that_is_set_before_fit_counts(mirrored):
+    def states(seed):
+        with mirrored.scope():
+            keras.utils.set_random_seed(0)
+            model = functional()
+            model.compile("sgd", "mse")
+        keras.utils.set_random_seed(seed)
+        model.fit(X, X, batch_size=4, verbose=0)
+        return global_generator.current().state.numpy().tolist()
+
+    assert states(1) == states(1) != states(2)
+
+
 class OwnStep(keras.Model):
     """Model whose step draws numbers, as those of adversarial networks do."""
 

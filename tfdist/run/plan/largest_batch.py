@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 log = logging.getLogger("tfdist")
+_MEASURE_S = 300.0  # seconds that a measurement may take
 _MEASURED_ROWS = 64  # of the batch from which the memory of others is computed
 
 
@@ -46,8 +47,12 @@ def resolve(settings: config.Run, strategy: tf.distribute.Strategy, path: Path) 
     batch = 0
     try:
         if engine.placement.is_chief:
-            batch = _former(settings, path) or find(settings, strategy.num_replicas_in_sync)
-    except ValueError:
+            batch = _former(settings, path)
+            if batch:
+                log.info("data.global_batch: %d, as this run began with (%s)", batch, path)
+            else:
+                batch = find(settings, strategy.num_replicas_in_sync)
+    except Exception:  # the other tasks wait
         engine.broadcast_from_chief([0.0])
         raise
     batch = int(engine.broadcast_from_chief([float(batch)])[0])
@@ -73,7 +78,14 @@ def find(settings: config.Run, replicas: int) -> int:
     Raises:
         ValueError: If no batch fits, or the model cannot be measured.
     """
-    needs = step_memory.measure(_with_batch(settings, _MEASURED_ROWS), replicas)
+    # The other tasks wait for so long.
+    timeout = min(_MEASURE_S, settings.strategy.timeout)
+    needs = step_memory.measure(_with_batch(settings, _MEASURED_ROWS), devices=1, timeout=timeout)
+    if needs.examples is not None and needs.examples < replicas:
+        raise ValueError(
+            f"data.global_batch: {AUTO!r} needs an example for each of {replicas} devices, "
+            f"received {needs.examples} from {settings.data.name}. Use fewer devices, or more data."
+        )
     if needs.rows != min(_MEASURED_ROWS, needs.examples or _MEASURED_ROWS):
         raise ValueError(
             f"data.global_batch: {AUTO!r} needs data that is batched by this key, and "
@@ -86,7 +98,9 @@ def find(settings: config.Run, replicas: int) -> int:
         for option, batch in options.largest_batches(needs, replicas, memory)
     }
     if name not in found:
-        raise ValueError(f"parallel.zero: {needs.not_sharded}")
+        raise ValueError(
+            f"parallel.zero: {needs.not_sharded}. Set parallel.zero=0, or another optimizer."
+        )
     option, batch = found[name]
     if not batch:
         raise ValueError(

@@ -338,7 +338,23 @@ class _Script:
 
     def _own_loops(self) -> Iterator[Finding]:
         """Find updates by an optimizer that no step of a model makes, and no strategy runs."""
-        if self._any(r"tfdist\.loops\..*") or any(_method(call) == "run" for call in self.calls):
+        strategies = {
+            ast.unparse(target)
+            for node in self.nodes
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and self._is_strategy(node.value)
+            for target in node.targets
+        }
+        if self._any(r"tfdist\.loops\..*") or any(
+            _method(call) == "run"
+            and isinstance(call.func, ast.Attribute)
+            and (
+                ast.unparse(call.func.value) in strategies
+                or "strategy" in ast.unparse(call.func.value).lower()
+            )
+            for call in self.calls
+        ):
             return
         for call in self.calls:
             optimizer = ast.unparse(call.func).lower().rpartition(".")[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.config import Parallel, user_functions
+from tfdist.config.sections import AUTO
 
 if TYPE_CHECKING:
     from tfdist import config
@@ -102,12 +103,11 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     from tfdist.run.plan import largest_batch
 
     settings = train_command.parse(words)
-    settings = largest_batch.replaced(settings, workers * _replicas(settings))
     trial = Trial(
         STAGES[1],
         name=settings.name,
         strategy=settings.strategy.name,
-        global_batch=settings.data.batch_rows,
+        global_batch=0 if settings.data.global_batch == AUTO else settings.data.batch_rows,
         replicas=_replicas(settings),
         directory=settings.output.dir or "",
     )
@@ -119,6 +119,8 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
     if name := _unprepared(settings):
         yield dataclasses.replace(trial, unprepared=name)
         return
+    settings = largest_batch.replaced(settings, workers * _replicas(settings))
+    trial = dataclasses.replace(trial, global_batch=settings.data.batch_rows)
     train = input_pipeline.pipeline(settings, "train")
     test = input_pipeline.pipeline(settings, "eval")
     batch = next(iter(train))

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfdist.keras_compat import (
     announce,
+    announced,
     copies,
     holder_of,
-    is_announced,
     leave_scope,
     metric_variables,
     metrics_of,
@@ -529,26 +529,35 @@ class Engine(Hooks):
         saved = f"tfdist/saved/{self._saves}"
         with self.gathered(model):
             if self.placement.is_chief:
+                ended = "failed"
                 try:
                     # Nothing in it may wait for the other workers, or make this one differ.
                     with leave_scope(), unchanged_by_saving(model):
-                        return keras_method(model, *args, **kwargs)
+                        result = keras_method(model, *args, **kwargs)
+                    ended = "written"
+                    return result
                 finally:
                     if self.placement.workers > 1:
-                        announce(saved)
+                        announce(saved, ended)
         log.debug(
             "%s does not write in model.%s; the chief does",
             self.placement.task(self.placement.rank),
             keras_method.__name__,
         )
         begun = time.monotonic()
-        while not is_announced(saved, _POLL_S):
+        while (end := announced(saved, _POLL_S)) is None:
             if time.monotonic() - begun > self.watchdog.seconds:
                 raise TimeoutError(
                     f"{self.placement.task(self.placement.rank)} waited "
                     f"{self.watchdog.seconds:g} s for {self.placement.task(0)} to write in "
-                    f"model.{keras_method.__name__}(), which all workers must call."
+                    f"model.{keras_method.__name__}(), which all workers must call. If it takes "
+                    "longer, pass a longer timeout to make_strategy()."
                 )
+        if end == "failed":
+            raise RuntimeError(
+                f"{self.placement.task(0)} failed in model.{keras_method.__name__}(); its log says "
+                "why."
+            )
         return None
 
     save_weights = save

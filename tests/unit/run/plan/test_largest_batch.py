@@ -32,7 +32,7 @@ def measured(monkeypatch):
     """Return the settings of all measurements, which find four equal layers."""
     asked = []
 
-    def measure(run, devices):
+    def measure(run, devices, timeout):
         asked.append(run)
         return dataclasses.replace(NEEDS, rows=run.data.batch_rows)
 
@@ -66,15 +66,22 @@ def test_what_does_not_fit_is_named(measured):
 
 def test_data_that_make_their_own_batches_are_refused(monkeypatch):
     monkeypatch.setattr(
-        step_memory, "measure", lambda run, devices: dataclasses.replace(NEEDS, rows=7)
+        step_memory, "measure", lambda run, devices, timeout: dataclasses.replace(NEEDS, rows=7)
     )
     with pytest.raises(ValueError, match="makes batches of 7"):
         largest_batch.find(settings(), 1)
 
 
+def test_too_few_examples_are_named(monkeypatch):
+    needs = dataclasses.replace(NEEDS, rows=3, examples=3)
+    monkeypatch.setattr(step_memory, "measure", lambda run, devices, timeout: needs)
+    with pytest.raises(ValueError, match="an example for each of 4 devices, received 3 from"):
+        largest_batch.find(settings(), 4)
+
+
 def test_optimizer_that_cannot_be_sharded_is_named(monkeypatch):
     needs = dataclasses.replace(NEEDS, rows=64, not_sharded="the optimizer Muon cannot be sharded")
-    monkeypatch.setattr(step_memory, "measure", lambda run, devices: needs)
+    monkeypatch.setattr(step_memory, "measure", lambda run, devices, timeout: needs)
     with pytest.raises(ValueError, match="zero: the optimizer Muon cannot be sharded"):
         largest_batch.find(settings(parallel={"zero": 2}), 2)
 

@@ -33,6 +33,7 @@ WRONG = [
     ("import keras\nmodel = keras.Sequential([])\nmodel.fit(x, y)\n", 3, "no-strategy"),
     ("import keras\nmodel.fit(x, y)\nmodel.fit(x, y)\n", 2, "no-strategy"),
     ("import keras\noptimizer.apply(grads, v)\n", 2, "own-loop"),
+    ("from absl import app\noptimizer.apply(grads, v)\napp.run(main)\n", 2, "own-loop"),
     (TRAINS + "self.opt.apply_gradients(zip(grads, v))\n", 8, "own-loop"),
     ("import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n", 2, "other-strategy"),
     (
@@ -146,6 +147,7 @@ def test_every_trap_has_a_test_and_a_section_of_the_docs():
         "    keras.Sequential([]).fit(x, y)\n",
         TRAINS + "strategy.run(step)\ndef step():\n    optimizer.apply(grads, v)\n",
         step("self.optimizer.apply(grads, v)"),
+        "import tfdist\nd = tfdist.make_strategy()\nd.run(step)\noptimizer.apply(grads, v)\n",
         "import tfdist\nprint('no training')\n",
         "",
     ],
