@@ -103,7 +103,7 @@ def install() -> None:
     for owner, name, hook in _replica_hooks():
         _hook_in_replicas(owner, name, hook)
     replica_losses.install()
-    global_generator.install(lambda strategy: engine_of(strategy) is not None)
+    global_generator.install(lambda strategy: engine_of(strategy) is not None, leave_scope)
     _add_conversions(_distribute_values.DistributedVariable)
     _explain_handles(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)

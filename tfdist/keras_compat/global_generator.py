@@ -9,6 +9,7 @@ leave the generator in the same state.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,9 @@ SEED_STRIDE = 104_729
 # Methods of a model that a step calls, and that are not called before it.
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
+_outside: list[Callable[[], contextlib.AbstractContextManager]] = []  # as `install` was given
 _GLOBAL = "global_seed_generator"  # name of the generator in Keras' state of a thread
+_SOURCE = "tfdist_source"  # attribute of a copy: the generator that it is a copy of
 _NAME = "tfdist_generator"  # attribute of a strategy: the generator that its replicas share
 
 
@@ -42,12 +45,17 @@ class _OfReplica:
         return seed + shift
 
 
-def install(has_engine: Callable[[tf.distribute.Strategy], bool]) -> None:
+def install(
+    has_engine: Callable[[tf.distribute.Strategy], bool],
+    leave_scope: Callable[[], contextlib.AbstractContextManager],
+) -> None:
     """Let replicas of strategies share the generator.
 
     Args:
         has_engine: Function that returns whether a strategy is tfdist's.
+        leave_scope: Function that returns a context outside of all scopes.
     """
+    _outside.append(leave_scope)
     original = _seed_generator.global_seed_generator
 
     def global_seed_generator():
@@ -55,9 +63,14 @@ def install(has_engine: Callable[[tf.distribute.Strategy], bool]) -> None:
         if not has_engine(strategy):
             return original()
         if tf.distribute.in_cross_replica_context():
+            is_new = _of_thread() is None
             generator = original()
-            setattr(strategy, _NAME, generator)
-            return generator
+            if is_new:  # in the scope
+                setattr(strategy, _NAME, generator)
+            elif getattr(strategy, _NAME, None) is None and tf.executing_eagerly():
+                _adopt(strategy, generator)
+            shared = getattr(strategy, _NAME, None)
+            return shared if getattr(shared, _SOURCE, None) is generator else generator
         generator = getattr(strategy, _NAME, None)
         if generator is None:
             raise ValueError(
@@ -74,42 +87,55 @@ def share(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Make the replicas of a strategy share this thread's generator, if there is one.
 
     It is made if the model has a step of its own, which may draw from it, and made again if Keras
-    has dropped it. A generator that was made
-    outside of the strategy's scope is replaced by one in it, with the same state. All processes of
-    the strategy must call this.
+    has dropped it. Of a generator that was made outside of the strategy's scope, the replicas share
+    a copy, which goes with the strategy. All processes of the strategy must call this.
     """
-    generator = current()
-    if generator is None:
-        # Keras drops it in `set_random_seed` and `clear_session`.
-        had = getattr(strategy, _NAME, None) is not None
-        if had or any(
-            getattr(type(model), name) is not getattr(keras.Model, name) for name in _STEPS
-        ):
-            before = random.getstate()  # the step may not draw
-            with strategy.scope():
-                _seed_generator.global_seed_generator()
-            random.setstate(before)
-        return
-    if not strategy.extended.variable_created_in_scope(generator.state.value):
-        state = generator.state.numpy()
+    generator = _of_thread()
+    shared = getattr(strategy, _NAME, None)
+    # Keras drops it in `set_random_seed` and `clear_session`.
+    if generator is None and (
+        shared is not None
+        or any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _STEPS)
+    ):
+        before = random.getstate()  # the step may not draw
+        with _outside[-1]():
+            generator = _seed_generator.global_seed_generator()
+        random.setstate(before)
+    if generator is not None:
+        _adopt(strategy, generator)
+
+
+def _adopt(strategy: tf.distribute.Strategy, generator: keras.random.SeedGenerator) -> None:
+    """Let the replicas of a strategy share a generator, or a copy in the strategy's scope."""
+    shared = getattr(strategy, _NAME, None)
+    if strategy.extended.variable_created_in_scope(generator.state.value):
+        setattr(strategy, _NAME, generator)
+    elif getattr(shared, _SOURCE, None) is not generator:
+        with _outside[-1]():  # it may belong to another strategy
+            state = generator.state.numpy()
         with strategy.scope():
-            generator = keras.random.SeedGenerator(0, name=generator.name)
-        generator.state.assign(state)
-        _global_state.set_global_attribute(_GLOBAL, generator)
-    setattr(strategy, _NAME, generator)
+            copy = keras.random.SeedGenerator(0, name=generator.name)
+        copy.state.assign(state)
+        setattr(copy, _SOURCE, generator)
+        setattr(strategy, _NAME, copy)
 
 
 def current() -> keras.random.SeedGenerator | None:
-    """Return this thread's generator, if Keras has made one."""
+    """Return the generator that the current strategy shares, or else this thread's, if any."""
+    return getattr(tf.distribute.get_strategy(), _NAME, None) or _of_thread()
+
+
+def _of_thread() -> keras.random.SeedGenerator | None:
     return _global_state.get_global_attribute(_GLOBAL)
 
 
 def state_of(strategy: tf.distribute.Strategy) -> list[keras.Variable]:
     """Return the state of the generator that a strategy, or this thread, draws from, if any."""
-    generator = getattr(strategy, _NAME, None) or current()
+    generator = getattr(strategy, _NAME, None) or _of_thread()
     return [] if generator is None else [generator.state]
 
 
 def restore(state: Any) -> None:
-    """Give this thread's generator a state, int `[2]`; make the generator if there is none."""
-    _seed_generator.global_seed_generator().state.assign(state)
+    """Give the current generator a state, int `[2]`; make the generator if there is none."""
+    generator = current() or _seed_generator.global_seed_generator()
+    generator.state.assign(state)

@@ -88,8 +88,9 @@ def test_a_generator_made_outside_of_the_scope_is_shared(mirrored):
         model = functional()
         model.compile("sgd", "mse")
     model.fit(X, X, batch_size=4, verbose=0)
-    shared = global_generator.current()
-    assert shared is not before
+    with mirrored.scope():
+        shared = global_generator.current()
+    assert shared is not before is global_generator.current()  # Keras' own keeps no strategy
     copies = mirrored.experimental_local_results(shared.state.value)
     np.testing.assert_array_equal(*(copy.numpy() for copy in copies))
     assert not np.array_equal(copies[0].numpy(), before.state.numpy())
@@ -139,9 +140,9 @@ def test_a_seed_that_is_set_before_fit_counts(mirrored):
             keras.utils.set_random_seed(0)
             model = functional()
             model.compile("sgd", "mse")
-        keras.utils.set_random_seed(seed)
-        model.fit(X, X, batch_size=4, verbose=0)
-        return global_generator.current().state.numpy().tolist()
+            keras.utils.set_random_seed(seed)
+            model.fit(X, X, batch_size=4, verbose=0)
+            return global_generator.current().state.numpy().tolist()
 
     assert states(1) == states(1) != states(2)
 
@@ -180,3 +181,11 @@ def test_a_loop_of_the_users_may_draw_after_a_first_number():
         keras.random.normal([1])
         first, second = (strategy.experimental_local_results(draw()) for _ in range(2))
     assert len({float(x[0]) for x in (*first, *second)}) == 4
+    other = tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1")
+    with other.scope():
+        keras.random.normal([1])  # Keras' generator belongs to the former strategy
+        other.experimental_local_results(tf.function(lambda: other.run(draw_one))())
+
+
+def draw_one():
+    return keras.random.normal([1])
