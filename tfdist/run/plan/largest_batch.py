@@ -80,7 +80,7 @@ def find(settings: config.Run, replicas: int) -> int:
     """
     # The other tasks wait for so long.
     timeout = min(_MEASURE_S, settings.strategy.timeout)
-    needs = step_memory.measure(_with_batch(settings, _MEASURED_ROWS), devices=1, timeout=timeout)
+    needs = step_memory.measure(_with_batch(settings, _MEASURED_ROWS), replicas, timeout=timeout)
     if needs.examples is not None and needs.examples < replicas:
         raise ValueError(
             f"data.global_batch: {AUTO!r} needs an example for each of {replicas} devices, "
