@@ -5,10 +5,10 @@ which stays for the next time (about 2 GB each). What was seen is printed as a t
 docs/versions.md, and what passed to `TESTED` of tfdist/keras_compat/tested_versions.py.
 
 Without arguments, these are all TensorFlow and Keras versions with the Python that runs this, and
-the newest two with each other Python on the PATH. To run some only, name them, with a Python or
-without: `make test-matrix COMBINATIONS="2.19:3.10 2.21:3.15:3.12"`; the rows of the others then
-stay as they are. The Keras version "master" is built from source, from GitHub or from the directory
-KERAS_SOURCE.
+the newest TensorFlow with the newest Keras on each other Python of the PATH. To run some only, name
+them, with a Python or without: `make test-matrix COMBINATIONS="2.19:3.10 2.21:3.15:3.12"`; the rows
+of the others then stay as they are. The Keras version "master" is built from source, from GitHub or
+from the directory KERAS_SOURCE.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SUITES = {
     "parity": ("tests/parity", "-k", "mirrored-2"),
 }
 PACKAGES = ("pytest>=8", "pytest-timeout>=2.3")
+NOT_INSTALLED = ("not installable", "installation failed")  # cells of the table
 NOT_INSTALLABLE = re.compile(
     r"ResolutionImpossible|No matching distribution found|requires a different Python"
 )
@@ -66,7 +67,7 @@ class Row:
     @property
     def installed(self) -> bool:
         """Return whether the tests could run."""
-        return not self.cells[3].startswith(("not install", "install"))
+        return self.cells[3] not in NOT_INSTALLED
 
     @property
     def passed(self) -> bool:
@@ -155,7 +156,7 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
         directory / "install.log", [python, *install, *wanted, *PACKAGES], INSTALL_S
     )
     if code:
-        why = "not installable" if NOT_INSTALLABLE.search(text) else "installation failed"
+        why = NOT_INSTALLED[0 if NOT_INSTALLABLE.search(text) else 1]
         return Row(combination, (tensorflow, keras, python_version, why, why))
     print(f"{' '.join(wanted)}: testing", flush=True)
     names = ("tensorflow", "keras")

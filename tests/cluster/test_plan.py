@@ -129,8 +129,7 @@ def test_training_at_the_largest_batch_fills_the_memory(tmp_path, digits_dir):
             (peak,) = re.findall(r"^peak (\d+)$", members.log(way), re.MULTILINE)
             assert 0.95 * int(peak) < memory < 1.4 * int(peak), way
     trained_with = json.loads((tmp_path / "auto" / "config.json").read_text())
-    # Measured anew, while the others run: what is in memory at a time depends on the threads.
-    expected = pytest.approx(batches["FSDP (ZeRO-3)"], rel=0.25)
+    expected = pytest.approx(batches["FSDP (ZeRO-3)"], rel=0.1)  # measured anew
     assert trained_with["data"]["global_batch"] == expected
 
 

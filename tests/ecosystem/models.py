@@ -8,6 +8,7 @@ Nothing is downloaded: the architectures are the packages' own, the weights are 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -62,11 +63,16 @@ class Model:
     backbone: str | None = None
 
 
-def model(name: str, *facts):
+def missing(package: str) -> bool:
+    """Return whether a package is not installed."""
+    return importlib.util.find_spec(package.replace("-", "_")) is None
+
+
+def model(name: str, *facts, **more):
     """Register what builds a model, with the facts about it in the order of `Model`."""
 
     def register(build):
-        MODELS[name] = Model(build, *facts)
+        MODELS[name] = Model(build, *facts, **more)
         return build
 
     return register
@@ -148,7 +154,7 @@ def gpt2_with_tokenizer():
     )
 
 
-@model("Gemma, LoRA", "keras-hub", texts, LOGITS, adam, accuracy, "GemmaBackbone")
+@model("Gemma, LoRA", "keras-hub", texts, LOGITS, adam, backbone="GemmaBackbone")
 def gemma():
     import keras_hub
 
@@ -166,7 +172,7 @@ def gemma():
     return keras_hub.models.GemmaCausalLM(backbone)
 
 
-@model("Llama", "keras-hub", texts, LOGITS, sgd, accuracy, "LlamaBackbone")
+@model("Llama", "keras-hub", texts, LOGITS, sgd, backbone="LlamaBackbone")
 def llama():
     import keras_hub
 

@@ -13,7 +13,7 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.ecosystem.test_models import missing
+from tests.ecosystem.models import missing
 from tests.forkserver import OFF
 from tests.processes import PYTHON, ROOT, group, tasks
 from tfdist.cluster.spec import ClusterSpec

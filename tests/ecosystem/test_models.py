@@ -6,7 +6,6 @@ The numbers to reach come from a process that does not import tfdist.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.ecosystem.models import MODELS
+from tests.ecosystem.models import MODELS, missing
 from tests.forkserver import OFF
 from tests.processes import PYTHON, ROOT, group, tasks
 from tfdist.cluster.spec import ClusterSpec
@@ -27,10 +26,6 @@ REFUSED = {
     ("GPT-2, raw text", "servers"): "the tokenizer's table of words is on the chief",
     ("GPT-2, raw text", "pipeline"): "texts are made tokens by the model's own fit",
 }
-
-
-def missing(package: str) -> bool:
-    return importlib.util.find_spec(package.replace("-", "_")) is None
 
 
 def clusters() -> dict[str, ClusterSpec]:

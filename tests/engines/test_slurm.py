@@ -424,7 +424,7 @@ while not os.path.exists("go"): train(0.1)
 
 @pytest.mark.timeout(600)  # two starts of TensorFlow in two processes each
 def test_array_of_a_sweep_trains_each_combination(launch, slurm, digits_dir):
-    """Test the command of docs/slurm.md; afterwards nothing is left to train."""
+    """Run the commands of docs/slurm.md. The second one finds nothing left to train."""
     launch.environ["TFDS_DATA_DIR"] = str(digits_dir)
     sweep = [
         *("tfdist", "train", "--config=digits", "--config.train.epochs=1"),

@@ -2,6 +2,7 @@
 
 from tfdist.config.checks import nearest as nearest
 from tfdist.config.checks import step_range as step_range
+from tfdist.config.sections import AUTO as AUTO
 from tfdist.config.sections import AUTO_KEYS as AUTO_KEYS
 from tfdist.config.sections import (
     Data,

@@ -155,15 +155,15 @@ def check(section: Any, path: str) -> None:
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         key = f"{path}.{field.name}" if path else field.name
-        value = typed(key, getattr(section, field.name), hints[field.name])
-        object.__setattr__(section, field.name, value)
+        value = getattr(section, field.name)
         rule = field.metadata
+        if "word" in rule:
+            value = _number_or_word(key, value, rule["word"])
+        else:
+            value = typed(key, value, hints[field.name])
+        object.__setattr__(section, field.name, value)
         if value is None or value == rule.get("word"):
             continue
-        if isinstance(value, str) and "word" in rule:
-            raise ValueError(
-                f"{key}: expected a whole number or {rule['word']!r}, received {value!r}."
-            )
         if "at most" in rule and not rule["at least"] <= value <= rule["at most"]:
             raise ValueError(
                 f"{key}: expected a number from {rule['at least']} to {rule['at most']}, received "
@@ -177,6 +177,16 @@ def check(section: Any, path: str) -> None:
             raise ValueError(not_one_of(key, value, rule["one of"]))
         if "named" in rule:
             check_name(key, value, rule["named"], rule["loose"])
+
+
+def _number_or_word(key: str, value: Any, word: str) -> int | str:
+    """Return a whole number, which the command line gives as a text, or the word."""
+    if value == word:
+        return word
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"{key}: expected a whole number or {word!r}, received {value!r}.")
+    return number
 
 
 def check_name(key: str, value: str, names: tuple[str, ...], loose: bool) -> None:
@@ -201,9 +211,9 @@ def typed(key: str, value: Any, hint: Any) -> Any:
         ValueError: If the value has another type.
     """
     if isinstance(hint, types.UnionType):
-        hint, other = typing.get_args(hint)
-        if isinstance(value, other):  # None, or a word in place of a number
-            return int(value) if other is str and value.isdecimal() else value
+        if value is None:
+            return None
+        hint = typing.get_args(hint)[0]
     kind = typing.get_origin(hint) or hint
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -60,7 +60,6 @@ IMAGE_OPTIONS = (
 )
 MODELS = ("mlp", "cnn", "resnet", "resnet34", "resnet50", "transformer")
 AUTO = "auto"  # in place of a number: the largest that fits
-AUTO_KEYS = ("data.global_batch",)
 STRATEGIES = (
     "auto",
     "one_device",
@@ -173,7 +172,7 @@ class Data:
                     raise ValueError(not_one_of(f"data.{key}", name, IMAGE_OPTIONS))
 
     @property
-    def batch_rows(self) -> int:
+    def global_batch_size(self) -> int:
         """Return the number of examples per step.
 
         Raises:
@@ -584,11 +583,13 @@ class Run:
                 f"received {self.name!r}."
             )
         self._check_auto_batch()
-        if self.parallel.stages > 1 and self.sync != Sync():
-            raise ValueError(
-                "sync: expected its defaults, because the stages of a pipeline exchange no "
-                f"gradients; received parallel.stages={self.parallel.stages} too."
-            )
+        for field in dataclasses.fields(Sync) if self.parallel.stages > 1 else ():
+            if (value := getattr(self.sync, field.name)) != field.default:
+                raise ValueError(
+                    f"sync.{field.name}: expected {field.default!r}, because the stages of a "
+                    f"pipeline exchange no gradients; received {value!r} and "
+                    f"parallel.stages={self.parallel.stages}. Leave one of them out."
+                )
         names = map(keras_callbacks.name_of, self.train.callback_names())
         if self.parallel.zero and "swap_ema_weights" in names:
             raise ValueError(
@@ -664,6 +665,16 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as nested dicts, which `from_dict` accepts."""
         return dataclasses.asdict(self)
+
+
+# Keys that take a number or a word.
+AUTO_KEYS = tuple(
+    f"{section}.{field.name}"
+    for section, kind in typing.get_type_hints(Run).items()
+    if dataclasses.is_dataclass(kind)
+    for field in dataclasses.fields(kind)
+    if "word" in field.metadata
+)
 
 
 def default() -> ConfigDict:

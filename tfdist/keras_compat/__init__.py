@@ -46,6 +46,7 @@ from tfdist.keras_compat import (
 )
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
+from tfdist.keras_compat.scopes import leave_scope as leave_scope
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
@@ -103,7 +104,7 @@ def install() -> None:
     for owner, name, hook in _replica_hooks():
         _hook_in_replicas(owner, name, hook)
     replica_losses.install()
-    global_generator.install(lambda strategy: engine_of(strategy) is not None, leave_scope)
+    global_generator.install()
     _add_conversions(_distribute_values.DistributedVariable)
     _explain_handles(_distribute_values.DistributedVariable)
     hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
@@ -828,28 +829,6 @@ def accumulating(
 
 
 # --- Scopes of strategies -------------------------------------------------------------------------
-@contextlib.contextmanager
-def leave_scope() -> Iterator[None]:
-    """Leave the scope of the current strategy, if there is one, within the context.
-
-    In the scope of several workers, each variable that is made, and each metric that is read, is a
-    collective of all of them. Keras does both when it saves a model (it makes an optimizer to see
-    its attributes: `saving_lib.get_attr_skipset`), and only the chief saves. TensorFlow has no
-    public way out of a scope.
-    """
-    graph: Any = tf.compat.v1.get_default_graph()
-    modes = graph._distribution_strategy_stack
-    creators = graph._variable_creator_stack
-    graph._distribution_strategy_stack = []
-    graph._variable_creator_stack = []
-    try:
-        with tf.device(None):
-            yield
-    finally:
-        graph._distribution_strategy_stack = modes
-        graph._variable_creator_stack = creators
-
-
 @contextlib.contextmanager
 def unchanged_by_saving(model: keras.Model) -> Iterator[None]:
     """Undo what Keras changes besides files when it saves a model within the context.

@@ -9,9 +9,7 @@ leave the generator in the same state.
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,20 +17,21 @@ import tensorflow as tf
 from keras.src.backend.common import global_state as _global_state
 from keras.src.random import seed_generator as _seed_generator
 
+from tfdist.keras_compat.scopes import leave_scope
+
 # Distance between the seeds of adjacent replicas: any odd constant beyond the usual small seeds.
 SEED_STRIDE = 104_729
 
 # Methods of a model that a step calls, and that are not called before it.
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
-_outside: list[Callable[[], contextlib.AbstractContextManager]] = []  # as `install` was given
 _GLOBAL = "global_seed_generator"  # name of the generator in Keras' state of a thread
 _SOURCE = "tfdist_source"  # attribute of a copy: the generator that it is a copy of
 _NAME = "tfdist_generator"  # attribute of a strategy: the generator that its replicas share
 
 
-class _OfReplica:
-    """Generator as one replica sees it."""
+class _ReplicaGenerator:
+    """Generator whose numbers are shifted for one replica."""
 
     def __init__(self, generator: keras.random.SeedGenerator, replica: Any):
         self._generator = generator
@@ -45,22 +44,13 @@ class _OfReplica:
         return seed + shift
 
 
-def install(
-    has_engine: Callable[[tf.distribute.Strategy], bool],
-    leave_scope: Callable[[], contextlib.AbstractContextManager],
-) -> None:
-    """Let replicas of strategies share the generator.
-
-    Args:
-        has_engine: Function that returns whether a strategy is tfdist's.
-        leave_scope: Function that returns a context outside of all scopes.
-    """
-    _outside.append(leave_scope)
+def install() -> None:
+    """Let replicas of tfdist's strategies share the generator."""
     original = _seed_generator.global_seed_generator
 
     def global_seed_generator():
         strategy = tf.distribute.get_strategy()
-        if not has_engine(strategy):
+        if not hasattr(strategy, "tfdist_engine"):
             return original()
         if tf.distribute.in_cross_replica_context():
             is_new = _of_thread() is None
@@ -78,7 +68,8 @@ def install(
                 "generator cannot be made there. Make a keras.random.SeedGenerator in the scope of "
                 "the strategy, and pass it as seed=. Or call keras.random.normal([1]) before."
             )
-        return _OfReplica(generator, tf.distribute.get_replica_context().replica_id_in_sync_group)
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return _ReplicaGenerator(generator, replica)
 
     _seed_generator.global_seed_generator = global_seed_generator
 
@@ -98,7 +89,7 @@ def share(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         or any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _STEPS)
     ):
         before = random.getstate()  # the step may not draw
-        with _outside[-1]():
+        with leave_scope():
             generator = _seed_generator.global_seed_generator()
         random.setstate(before)
     if generator is not None:
@@ -111,7 +102,7 @@ def _adopt(strategy: tf.distribute.Strategy, generator: keras.random.SeedGenerat
     if strategy.extended.variable_created_in_scope(generator.state.value):
         setattr(strategy, _NAME, generator)
     elif getattr(shared, _SOURCE, None) is not generator:
-        with _outside[-1]():  # it may belong to another strategy
+        with leave_scope():  # it may belong to another strategy
             state = generator.state.numpy()
         with strategy.scope():
             copy = keras.random.SeedGenerator(0, name=generator.name)

@@ -1,4 +1,4 @@
-"""Strategy scopes: finds models made outside of one, and makes `clear_session` keep them.
+"""Strategy scopes: finds models made outside, leaves one, keeps it in `clear_session`.
 
 A model belongs to the strategy in whose scope it is made. A model made outside of all scopes trains
 in this process alone, and TensorFlow says nothing.
@@ -6,11 +6,14 @@ in this process alone, and TensorFlow says nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -176,3 +179,25 @@ def keep_in_clear_session() -> None:
             own_reset(self)
 
     graphs.reset = reset
+
+
+@contextlib.contextmanager
+def leave_scope() -> Iterator[None]:
+    """Leave the scope of the current strategy, if there is one, within the context.
+
+    In the scope of several workers, each variable that is made, and each metric that is read, is a
+    collective of all of them. Keras does both when it saves a model (it makes an optimizer to see
+    its attributes: `saving_lib.get_attr_skipset`), and only the chief saves. TensorFlow has no
+    public way out of a scope.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    modes = graph._distribution_strategy_stack
+    creators = graph._variable_creator_stack
+    graph._distribution_strategy_stack = []
+    graph._variable_creator_stack = []
+    try:
+        with tf.device(None):
+            yield
+    finally:
+        graph._distribution_strategy_stack = modes
+        graph._variable_creator_stack = creators

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import engine_of
+from tfdist.keras_compat import engine_of, global_generator
 from tfdist.loops.losses import value_of
 from tfdist.loops.steps import train_step, update
 from tfdist.train.synchronous.feed import symbolic, without_optionals
@@ -66,6 +66,7 @@ class Learner(keras.Model):
         """
         if self._task is not None and self._task.loss is loss:
             return
+        global_generator.share(state.strategy, self)
         names = ["loss", *_metric_names(state, loss, data, training)]
         with state.strategy.scope():
             self._task = _Task(state, loss, {name: keras.metrics.Mean(name=name) for name in names})

@@ -193,6 +193,6 @@ def _scaled(settings: config.Run) -> config.Train:
     section = settings.train
     if section.base_global_batch is None:
         return section
-    examples = settings.data.batch_rows * settings.sync.accumulate
+    examples = settings.data.global_batch_size * settings.sync.accumulate
     rate = section.learning_rate * examples / section.base_global_batch
     return dataclasses.replace(section, learning_rate=rate)

@@ -61,7 +61,7 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
         options["transform"] = _resize_transform(source, section, section.augment and train)
     return data.pipeline(
         source,
-        section.batch_rows,
+        section.global_batch_size,
         seed=settings.train.seed,
         cache=section.cache,
         threads=section.threads,

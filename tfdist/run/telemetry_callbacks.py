@@ -138,7 +138,7 @@ def hyperparameters(settings: config.Run, strategy: tf.distribute.Strategy) -> d
                     "seed",
                 )
             },
-            "global_batch": settings.data.batch_rows,
+            "global_batch": settings.data.global_batch_size,
             "data": settings.data.name,
             "model": {"name": settings.model.name, **settings.model.options},
             "strategy": type(strategy).__name__,
@@ -232,7 +232,7 @@ class _NoteSession:
             strategy=type(self._strategy).__name__,
             workers=workers(self._strategy),
             replicas=self._strategy.num_replicas_in_sync,
-            global_batch=self._settings.data.batch_rows,
+            global_batch=self._settings.data.global_batch_size,
             versions={
                 "tfdist": tfdist.__version__,
                 "python": platform.python_version(),

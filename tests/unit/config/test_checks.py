@@ -61,6 +61,10 @@ from tfdist.run.train_command import find_directory, parse
             {"data": {"global_batch": "many"}},
             "data.global_batch: expected a whole number or 'auto', received 'many'",
         ),
+        (
+            {"data": {"global_batch": 1.5}},
+            "data.global_batch: expected a whole number or 'auto', received 1.5",
+        ),
         ({"data": {"global_batch": 0}}, "data.global_batch: expected at least 1, received 0"),
         (
             {"data": {"global_batch": "auto"}},
@@ -196,7 +200,7 @@ from tfdist.run.train_command import find_directory, parse
         ),
         (
             {"parallel": {"stages": 2}, "sync": {"comm_dtype": "bfloat16"}},
-            "sync: expected its defaults, because the stages of a pipeline exchange no gradients",
+            "sync.comm_dtype: expected None, because the stages of a pipeline exchange no g",
         ),
         (
             {
@@ -358,9 +362,9 @@ def test_batch_on_the_command_line_is_a_number_or_auto(words, batch):
     assert run.data.global_batch == batch
     if batch == "auto":
         with pytest.raises(ValueError, match="which only `tfdist train` replaces by one"):
-            _ = run.data.batch_rows
+            _ = run.data.global_batch_size
     else:
-        assert run.data.batch_rows == batch
+        assert run.data.global_batch_size == batch
 
 
 def test_callbacks_and_class_weights_can_be_set_on_the_command_line():

@@ -67,6 +67,25 @@ def crossentropy(model, x, y, training):
     }
 
 
+def test_a_loss_may_draw_without_a_seed(mirrored, one_device):
+    """Each step and each replica draws its own numbers, and a run repeats them."""
+
+    def noisy(model, x, y, training):
+        noise = keras.random.normal(keras.ops.shape(x))
+        return tf.reduce_mean(model(x, training=training)) + tf.reduce_mean(noise)
+
+    def losses(strategy):
+        keras.utils.clear_session()
+        return trained(strategy, noisy, make=small, optimizer=lambda: keras.optimizers.SGD(0.0))[0][
+            "loss"
+        ]
+
+    alone = losses(one_device)
+    assert alone[0] != alone[1]
+    assert losses(one_device) == alone
+    assert losses(mirrored) != alone
+
+
 def fitted(strategy, make=build, optimizer=lambda: keras.optimizers.Adam(0.01), **kwargs):
     with strategy.scope():
         model = make()

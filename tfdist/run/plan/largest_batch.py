@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfdist import config
-from tfdist.config.sections import AUTO
+from tfdist.config import AUTO
 from tfdist.keras_compat import engine_of
 from tfdist.run.plan import options, step_memory
 from tfdist.runtime.formatting import format_bytes

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,11 @@ from tfdist.runtime import subprocesses
 # Maximum rows of the smaller of the two batches that are compared, because the planned batch may be
 # too large for this machine.
 _ROWS = 64
-# Number of measurements of each batch, of which the largest counts: what is in memory at the same
-# time depends on the threads.
-_REPEATS = 3
+# Number of measurements of each batch, of which the smallest counts: TensorFlow's allocator returns
+# up to twice the requested memory, depending on which chunks are free. After some seconds, as for a
+# large model, those that are done suffice.
+_REPEATS = 5
+_REPEAT_S = 5.0
 
 
 def measure(
@@ -52,7 +55,7 @@ def measure(
         raise ValueError(
             answer.get("error")
             or "the model could not be measured: the process that builds it "
-            f"{end or 'printed no result'}; it has {timeout:g} s"
+            f"{end or 'printed no result'}; it has {timeout:g} s (tfdist plan --timeout)"
         )
     return Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
 
@@ -101,10 +104,7 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
         optimizer.build(model.trainable_variables)
     less = min(max(1, rows // microbatches), _ROWS)
     more = min(2 * less, rows)
-    low, high = (
-        max(_peak_growth_bytes(model, _first(batch, count)) for _ in range(_REPEATS))
-        for count in (less, more)
-    )
+    low, high = (_smallest_peak(model, _first(batch, count)) for count in (less, more))
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
     return Needs(
@@ -127,6 +127,19 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
         not_cut=not_cut,
         frozen_weights=[_bytes([v]) for v in fsdp_unit.weights_of(model) if not v.trainable],
     )
+
+
+def _smallest_peak(model: Any, batch: Any) -> int:
+    """Return the smallest of several measurements of `_peak_growth_bytes`."""
+    import tensorflow as tf
+
+    begun = time.monotonic()
+    peaks = [_peak_growth_bytes(model, batch)]
+    held = []
+    while len(peaks) < _REPEATS and time.monotonic() - begun < _REPEAT_S:
+        held.append(tf.zeros([50_000 * len(peaks)]))  # so that other chunks are free
+        peaks.append(_peak_growth_bytes(model, batch))
+    return min(peaks)
 
 
 def _peak_growth_bytes(model: Any, batch: Any) -> int:

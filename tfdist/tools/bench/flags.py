@@ -152,7 +152,7 @@ def _cases(
             )
         return tuple(Case(rows) for rows in flags.batches)
     assert settings is not None
-    batch = settings.data.batch_rows
+    batch = settings.data.global_batch_size
     if replicas == 1:
         return (Case(batch, modes=flags.modes),)
     if "strong" in flags.modes and batch % replicas:

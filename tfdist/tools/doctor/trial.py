@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.config import Parallel, user_functions
-from tfdist.config.sections import AUTO
+from tfdist.config import AUTO, Parallel, user_functions
 
 if TYPE_CHECKING:
     from tfdist import config
@@ -107,7 +106,7 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
         STAGES[1],
         name=settings.name,
         strategy=settings.strategy.name,
-        global_batch=0 if settings.data.global_batch == AUTO else settings.data.batch_rows,
+        global_batch=0 if settings.data.global_batch == AUTO else settings.data.global_batch_size,
         replicas=_replicas(settings),
         directory=settings.output.dir or "",
     )
@@ -120,7 +119,7 @@ def _stages(words: Sequence[str], workers: int) -> Iterator[Trial]:
         yield dataclasses.replace(trial, unprepared=name)
         return
     settings = largest_batch.replaced(settings, workers * _replicas(settings))
-    trial = dataclasses.replace(trial, global_batch=settings.data.batch_rows)
+    trial = dataclasses.replace(trial, global_batch=settings.data.global_batch_size)
     train = input_pipeline.pipeline(settings, "train")
     test = input_pipeline.pipeline(settings, "eval")
     batch = next(iter(train))

@@ -67,9 +67,14 @@ def batch_normalization(strategy):
     same(model.predict(x, verbose=0), copy.predict(x, verbose=0))
 
 
-@feature
-def dropout(strategy):
-    """Check that masks differ between the steps of an epoch and between epochs."""
+def check_masks(strategy, make):
+    """Check that masks differ between the steps of an epoch and between epochs.
+
+    Args:
+        strategy: Strategy to train under.
+        make: Function that is called in the scope, and returns layers that drop half of the units
+            and double the others.
+    """
 
     class Masks(keras.metrics.Metric):
         """Record which units were kept, for each example, as a sum of 1, 2, 4 ..."""
@@ -89,11 +94,7 @@ def dropout(strategy):
     y = numbered()[1]
     with strategy.scope():
         model = keras.Sequential(
-            [
-                keras.Input((16,)),
-                keras.layers.Dropout(0.5, seed=1),
-                keras.layers.Lambda(lambda x: x / 2),
-            ]
+            [keras.Input((16,)), *make(), keras.layers.Lambda(lambda x: x / 2)]
         )
         model.compile("sgd", loss=lambda a, b: tf.reduce_sum(b, 1) * 0.0, metrics=[Masks()])
     seen = [
@@ -102,6 +103,23 @@ def dropout(strategy):
     ]
     masks = np.concatenate(seen)
     assert len(np.unique(masks)) > 90, f"{len(np.unique(masks))} different masks of {len(masks)}"
+
+
+@feature
+def dropout(strategy):
+    check_masks(strategy, lambda: [keras.layers.Dropout(0.5, seed=1)])
+
+
+@feature
+def dropout_without_a_seed(strategy):
+    """Draw from Keras' global generator, which no layer has."""
+
+    class Drop(keras.layers.Layer):
+        def call(self, x):
+            return keras.random.dropout(x, 0.5)
+
+    keras.utils.set_random_seed(1)
+    check_masks(strategy, lambda: [Drop()])
 
 
 @feature

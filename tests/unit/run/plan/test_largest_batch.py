@@ -34,7 +34,7 @@ def measured(monkeypatch):
 
     def measure(run, devices, timeout):
         asked.append(run)
-        return dataclasses.replace(NEEDS, rows=run.data.batch_rows)
+        return dataclasses.replace(NEEDS, rows=run.data.global_batch_size)
 
     monkeypatch.setattr(step_memory, "measure", measure)
     return asked
@@ -90,12 +90,13 @@ def test_an_interrupted_run_keeps_its_batch(measured, one, tmp_path):
     path = tmp_path / "config.json"
     run = settings(0.3, train={"class_weight": {0: 1.0}})
     first = largest_batch.resolve(run, one, path)
-    assert first.data.batch_rows == largest_batch.find(run, 1)
+    assert first.data.global_batch_size == largest_batch.find(run, 1)
     changed = dataclasses.replace(first, data=dataclasses.replace(first.data, global_batch=5))
     path.write_text(json.dumps(changed.to_dict()))
-    assert largest_batch.resolve(run, one, path).data.batch_rows == 5
+    assert largest_batch.resolve(run, one, path).data.global_batch_size == 5
     other = dataclasses.replace(run, strategy=config.Strategy(device_memory_gb=0.25))
-    assert 5 < largest_batch.resolve(other, one, path).data.batch_rows < first.data.batch_rows
+    found = largest_batch.resolve(other, one, path).data.global_batch_size
+    assert 5 < found < first.data.global_batch_size
     path.write_text("{")
     assert largest_batch.resolve(run, one, path) == first
 
