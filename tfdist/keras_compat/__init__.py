@@ -33,6 +33,7 @@ from keras.src.backend.common import global_state as _global_state
 from keras.src.losses import (
     loss as _loss,
 )  # scale_loss_for_distribution has no public name, keras #18624
+from keras.src.trainers.trainer import model_supports_jit as model_supports_jit
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
@@ -107,7 +108,7 @@ def install() -> None:
     global_generator.install()
     _add_conversions(_distribute_values.DistributedVariable)
     _explain_handles(_distribute_values.DistributedVariable)
-    hook_operations(_has_replicas_on_cpus, _is_one_of_several_replicas)
+    hook_operations(_device_of_replicas, _is_one_of_several_replicas)
     hook_files()
     parallel = importlib.import_module("tfdist.keras_compat.parallel")
     parallel.hook_optimizers()
@@ -126,13 +127,12 @@ def _is_one_of_several_replicas() -> bool:
     return _has_replicas() and not tf.distribute.in_cross_replica_context()
 
 
-def _has_replicas_on_cpus() -> bool:
-    """Return whether the current strategy is such a strategy, on CPUs."""
+def _device_of_replicas() -> str | None:
+    """Return "CPU" or "GPU", the devices of such a strategy; None for other strategies."""
     if not _has_replicas():
-        return False
+        return None
     strategy = tf.distribute.get_strategy()
-    device = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
-    return device.device_type == "CPU"
+    return tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type
 
 
 def _add_conversions(cls: Any) -> None:

@@ -2,8 +2,10 @@
 
 A replica gets no rows where a batch has fewer rows than there are replicas. On CPUs, the result of
 a convolution of no rows then has the shape of its input, so that the next layer fails, gradients of
-convolutions and pooling end the process (oneDNN), and other pooling raises an error. With
-`run_eagerly=True`, Keras refuses a maximum or minimum of each row if there are no rows.
+convolutions and pooling end the process (oneDNN), and other pooling raises an error. On GPUs, the
+gradient of a depthwise convolution's kernel is whatever was in memory, that of a 3D convolution
+raises an error (cuDNN), and so does some pooling. With `run_eagerly=True`, Keras refuses a maximum
+or minimum of each row if there are no rows.
 """
 
 from __future__ import annotations
@@ -31,6 +33,12 @@ OPERATIONS = {
     "fractional_max_pool": 1,
 }
 
+# Those that fail on GPUs too. The others are left alone there: what is put around an operation may
+# keep TensorFlow from changing the layout of its data.
+ON_GPUS = frozenset(
+    {"conv3d", "depthwise_conv2d_native", "fractional_max_pool", "max_pool_with_argmax"}
+)
+
 # Functions of keras.ops, and those of TensorFlow that they call, for numbers and for bool.
 EXTREMES = {
     "max": (tf.reduce_max, tf.reduce_any),
@@ -38,28 +46,30 @@ EXTREMES = {
 }
 
 
-def hook_operations(applies: Callable[[], bool], in_replica: Callable[[], bool]) -> None:
+def hook_operations(device: Callable[[], str | None], in_replica: Callable[[], bool]) -> None:
     """Make these operations right for batches without rows.
 
     Args:
-        applies: Function that returns whether a replica of the current strategy may have no rows,
-            and runs on a CPU.
+        device: Function that returns the kind of device of the current strategy's replicas, "CPU"
+            or "GPU"; None if no replica may be without rows.
         in_replica: Function that returns whether a replica of the current strategy may have no
             rows.
     """
     for name, results in OPERATIONS.items():
-        _hook(name, results, applies)
+        _hook(name, results, device)
+    _hook_transposed_conv3d(device)
     for name, reductions in EXTREMES.items():
         _hook_extreme(name, *reductions, in_replica)
 
 
-def _hook(name: str, results: int, applies: Callable[[], bool]) -> None:
+def _hook(name: str, results: int, device: Callable[[], str | None]) -> None:
     original = getattr(_gen_nn_ops, name)
+    kinds = ("CPU", "GPU") if name in ON_GPUS else ("CPU",)
     first = next(iter(inspect.signature(original).parameters))
 
     @functools.wraps(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
-        if not applies():
+        if device() not in kinds:
             return original(*args, **kwargs)
         x = tf.convert_to_tensor(args[0] if args else kwargs.pop(first))
         if x.shape.rank is None or x.shape[0]:
@@ -71,6 +81,23 @@ def _hook(name: str, results: int, applies: Callable[[], bool]) -> None:
         return type(y)(*(_first_rows(part, rows) for part in y[:results]), *y[results:])
 
     setattr(_gen_nn_ops, name, operation)
+
+
+def _hook_transposed_conv3d(device: Callable[[], str | None]) -> None:
+    """Hook the transposed 3D convolution, whose first argument is the shape of its result."""
+    original = _gen_nn_ops.conv3d_backprop_input_v2
+
+    @functools.wraps(original)
+    def operation(input_sizes: Any, filter: Any, out_backprop: Any, *args: Any, **kwargs: Any):
+        x = tf.convert_to_tensor(out_backprop)
+        if device() is None or x.shape.rank is None or x.shape[0]:
+            return original(input_sizes, filter, x, *args, **kwargs)
+        sizes = tf.convert_to_tensor(input_sizes)
+        sizes = tf.concat([tf.maximum(sizes[:1], 1), sizes[1:]], 0)
+        y = original(sizes, filter, _with_a_row(x), *args, **kwargs)
+        return _first_rows(y, tf.shape(x)[0])
+
+    _gen_nn_ops.conv3d_backprop_input_v2 = operation
 
 
 def _hook_extreme(

@@ -19,6 +19,11 @@ CASES = {
         lambda x, k: tf.nn.conv2d_transpose(x, k, [tf.shape(x)[0], 8, 8, 4], 1, "VALID"),
     ),
     "conv3d": (VOLUME, (3, 3, 3, 3, 4), lambda x, k: tf.nn.conv3d(x, k, [1] * 5, "VALID")),
+    "conv3d_transpose": (
+        VOLUME,
+        (3, 3, 3, 4, 3),
+        lambda x, k: tf.nn.conv3d_transpose(x, k, [tf.shape(x)[0], 6, 6, 6, 4], 1, "VALID"),
+    ),
     "depthwise_conv2d_native": (
         IMAGE,
         (3, 3, 3, 2),
