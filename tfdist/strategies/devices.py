@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.keras_compat import runtime_initialized
+from tfdist.runtime.determinism import sum_rows_in_order
 
 Devices = int | str | Sequence[str] | None
 
@@ -20,7 +22,7 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         devices: None: all GPUs, or the CPU on a machine without GPUs. A number: that many GPUs, or
             that many logical CPU devices on a machine without GPUs. `"cpu"` or `"gpu"`: all devices
             of that kind. Names, as a sequence or separated by commas: these devices;
-            `"cpu:0,cpu:1"` makes two logical CPU devices.
+            `"cpu:0,cpu:1"` makes two logical CPU devices. GPUs are those of `logical_gpus`.
         threads: Number of threads that an operation may use, and of operations that run at once;
             None leaves TensorFlow's choice.
 
@@ -28,8 +30,9 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         ValueError: If a name is no device of this machine, or TensorFlow has started and can no
             longer be configured.
     """
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    names = parse(devices, gpus)
+    names = parse(devices, len(logical_gpus()))
+    if any(name.startswith("/gpu") for name in names):
+        sum_rows_in_order()
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads: expected a positive number, received {threads}")
@@ -47,6 +50,19 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
                     cpu, [tf.config.LogicalDeviceConfiguration()] * cpus
                 )
     return names
+
+
+def logical_gpus() -> list[Any]:
+    """Return the GPU behind each of TensorFlow's names `gpu:0`, `gpu:1` and so on.
+
+    These are the GPUs that `tf.config.set_visible_devices` leaves to this process; a GPU that
+    `tf.config.set_logical_device_configuration` splits comes once for each part.
+    """
+    return [
+        gpu
+        for gpu in tf.config.get_visible_devices("GPU")
+        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
+    ]
 
 
 def parse(devices: Devices, gpus: int) -> list[str]:
@@ -135,8 +151,18 @@ def quiet_tensorflow() -> None:
 
 
 def restrict(names: list[str]) -> None:
-    """Hide the GPUs that are not named, for a strategy that would take all of them."""
-    gpus = tf.config.list_physical_devices("GPU")
-    visible = [g for i, g in enumerate(gpus) if f"/gpu:{i}" in names]
-    if visible != gpus:
-        tf.config.set_visible_devices(visible, "GPU")
+    """Hide the GPUs that are not named, for a strategy that would take all of them.
+
+    Raises:
+        ValueError: If a GPU is split, and only some of its parts are named.
+    """
+    gpus = logical_gpus()
+    named = [gpu for i, gpu in enumerate(gpus) if f"/gpu:{i}" in names]
+    for gpu in named:
+        if named.count(gpu) < gpus.count(gpu):
+            raise ValueError(
+                f"devices: expected all or none of the {gpus.count(gpu)} logical devices of "
+                f"{gpu.name}, received {', '.join(n.removeprefix('/') for n in names)}"
+            )
+    if len(named) < len(gpus):
+        tf.config.set_visible_devices(list(dict.fromkeys(named)), "GPU")

@@ -189,11 +189,9 @@ def _measured(
 
 def _replicas(settings: config.Run) -> int:
     """Return the number of replicas of one process."""
-    import tensorflow as tf
-
     from tfdist.strategies import devices
 
-    names = devices.parse(settings.strategy.devices, len(tf.config.list_physical_devices("GPU")))
+    names = devices.parse(settings.strategy.devices, len(devices.logical_gpus()))
     return 1 if settings.strategy.name == "one_device" else len(names)
 
 
