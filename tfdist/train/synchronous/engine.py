@@ -25,6 +25,7 @@ from tfdist.keras_compat import (
     leave_scope,
     metric_variables,
     metrics_of,
+    model_supports_jit,
     unchanged_by_saving,
 )
 from tfdist.parallel.collectives.native.transport import Transport
@@ -146,10 +147,21 @@ class Engine(Hooks):
 
     # --- fit, evaluate, predict -------------------------------------------------------------------
     def compile(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> None:
-        """Run `keras.Model.compile` in the scope; shard the weights first if layouts say so."""
+        """Run `keras.Model.compile` in the scope; shard the weights first if layouts say so.
+
+        `jit_compile="auto"` means on one GPU what it means there without a strategy.
+        """
         with contextlib.nullcontext() if tf.distribute.has_strategy() else self._strategy.scope():
             layouts.shard(model)
-        super().compile(model, keras_method, *args, **kwargs)
+        call = bind(keras_method, model, args, kwargs)
+        if call["jit_compile"] == "auto" and not call["run_eagerly"] and self._has_one_gpu():
+            call["kwargs"]["jit_compile"] = model_supports_jit(model)
+        super().compile(model, keras_method, **call["kwargs"])
+
+    def _has_one_gpu(self) -> bool:
+        """Return whether the only replica computes on a GPU."""
+        device = tf.DeviceSpec.from_string(self._strategy.extended.worker_devices[0])
+        return self.placement.replicas == 1 and device.device_type == "GPU"
 
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.fit`, each step on all replicas."""
