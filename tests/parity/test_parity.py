@@ -5,10 +5,10 @@ Every case of `cases.py` and `guide_cases.py` runs under every strategy.
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 
+from tests.keras_facts import sums_activities
 from tests.parity.guide_cases import CASES
 from tests.parity.setups import runs
 
@@ -75,20 +75,10 @@ def run(tmp_path_factory):
     return runs(tmp_path_factory, "runner.py", SETUPS, PAIRS, TIMEOUT_S)
 
 
-@pytest.fixture(scope="session")
-def sums_activities():
-    """Return whether this Keras sums activity regularizers over rows, and so over replicas' own."""
-    layer = keras.layers.Dense(1, kernel_initializer="ones", activity_regularizer="l1")
-    layer(np.ones((1, 1)))
-    of_one = float(layer.losses[0])
-    layer(np.ones((2, 1)))
-    return float(layer.losses[-1]) > 1.5 * of_one
-
-
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(("setup", "case"), cases())
-def test_equals_one_replica(run, setup, case, sums_activities):
-    if sums_activities and case in OF_ACTIVITIES:
+def test_equals_one_replica(run, setup, case):
+    if case in OF_ACTIVITIES and sums_activities():
         pytest.skip("this Keras does not divide activity regularizers by the rows")
     one = run("one")[0][case]
     assert not isinstance(one, str), one
