@@ -80,12 +80,15 @@ def devices_of(distribution: Distribution) -> list[str]:
 def shards_data(distribution: Distribution) -> bool:
     """Return whether all processes are given the same data, of which each takes its rows."""
     # The property is newer than Keras 3.10, whose ModelParallel always splits the data.
-    return getattr(distribution, "_auto_shard_dataset", True)
+    asked = getattr(distribution, "_auto_shard_dataset", True)
+    return getattr(distribution, "_tfdist_shards_data", asked)
 
 
 def leave_data_to_engine(distribution: Distribution) -> None:
     """Keep Keras from giving each process its rows of the data, which the engine does."""
+    distribution._tfdist_shards_data = shards_data(distribution)
     distribution._is_multi_process = False
+    distribution._auto_shard_dataset = False  # Keras after 3.15 reads this alone
 
 
 def _refuse(name: str) -> Callable[[Any], Any]:
