@@ -39,7 +39,7 @@ from common.report import (
 
 ROUNDS = 5
 WARM_UP = 3  # steps
-WAYS = {  # title: framework, `jit_compile`
+CONTENDERS = {  # title: framework, `jit_compile`
     "tfdist": ("tfdist", "auto"),
     "tfdist, no XLA": ("tfdist", False),
     "Keras": ("keras", "auto"),
@@ -54,19 +54,21 @@ BAR = 1.0
 def measure(
     name: str, bfloat16: bool, team: Processes, members: dict, args: argparse.Namespace
 ) -> dict:
-    """Return the parameter count, and seconds per step by way, a list over the rounds."""
+    """Return the parameter count, and seconds per step by contender, a list over the rounds."""
     model = MODELS[name]
     steps = args.steps or model.steps
     team.order(list(members.values()), name, bfloat16, WARM_UP)
     counts = team.answers(list(members.values()), f"compile {model.title}")
-    times: dict[str, list[float]] = {way: [] for way in members}
+    times: dict[str, list[float]] = {contender: [] for contender in members}
     for number in range(args.rounds):
         order = list(members.items())
-        for way, member in order if number % 2 else reversed(order):
+        for contender, member in order if number % 2 else reversed(order):
             team.order([member], name, bfloat16, steps)
             ((_, seconds),) = team.answers([member], f"train {model.title}")
-            times[way].append(seconds)
-    middle = "  ".join(f"{way} {1e3 * statistics.median(v):.3f}" for way, v in times.items())
+            times[contender].append(seconds)
+    middle = "  ".join(
+        f"{contender} {1e3 * statistics.median(v):.3f}" for contender, v in times.items()
+    )
     print(f"{model.title}, bfloat16={bfloat16}, ms: {middle}", file=sys.stderr, flush=True)
     return {"parameters": counts[0][0], "seconds": times}
 
@@ -84,7 +86,7 @@ def judge(results: dict) -> list[dict]:
     ]
 
 
-def report(results: dict, verdicts: list[dict], ways: list[str], facts: dict) -> str:
+def report(results: dict, verdicts: list[dict], contenders: list[str], facts: dict) -> str:
     """Return the report as Markdown."""
     lines = heading("`fit` on a GPU", facts)
     lines += [
@@ -99,27 +101,30 @@ def report(results: dict, verdicts: list[dict], ways: list[str], facts: dict) ->
             "within a round."
         ),
     ]
-    if missing := [way for way in WAYS if way not in ways]:
+    if missing := [contender for contender in CONTENDERS if contender not in contenders]:
         lines += [f"Not measured, as not installed: {', '.join(missing)}."]
     for name, by_precision in results.items():
         parameters = next(iter(by_precision.values()))["parameters"]
-        title = f"{MODELS[name].title}: {parameters:,} parameters, batch {MODELS[name].batch}"
+        title = (
+            f"{MODELS[name].title}: {parameters:,} parameters, batch {MODELS[name].replica_batch}"
+        )
         lines += ["", f"## {title}", "", *table("wall ms", *by_precision)]
-        for way in ways:
+        for contender in contenders:
             cells = [
-                spread([1e3 * s for s in result["seconds"][way]], ".2f")
+                spread([1e3 * s for s in result["seconds"][contender]], ".2f")
                 for result in by_precision.values()
             ]
-            lines += row(way, *cells)
+            lines += row(contender, *cells)
     lines += ["", "## Bars", "", *ratio_rows(verdicts, "ratio of wall times")]
     return "\n".join(lines) + "\n"
 
 
-def card() -> str | None:
-    """Return the name and the driver of the first GPU; None without one."""
+def gpu_name(number: str) -> str | None:
+    """Return the name and the driver of a GPU; None if nvidia-smi shows none."""
     if not shutil.which("nvidia-smi"):
         return None
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "-i", number, *query]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
 
@@ -132,18 +137,22 @@ def main(argv: list[str]) -> int:
     add_options(parser, ROUNDS, "timed steps per round, default: 10 to 300, by model")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=3)
-    gpu = card()
+    number = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    gpu = gpu_name(number)
     if gpu is None:
         parser.error("this benchmark needs an NVIDIA GPU, and nvidia-smi shows none here")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     growth = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}  # the processes share the GPU
-    facts = begin("gpu.py", argv, args.rounds, CUDA_VISIBLE_DEVICES=visible, **growth)
+    facts = begin("gpu.py", argv, args.rounds, CUDA_VISIBLE_DEVICES=number, **growth)
     facts["GPU"] = gpu
-    ways = [way for way, (name, _) in WAYS.items() if importlib.util.find_spec(name)]
+    has_torch = importlib.util.find_spec("torchvision") is not None
+    contenders = [name for name in CONTENDERS if has_torch or name != "torch"]
     with tempfile.TemporaryDirectory(prefix="gpu-") as directory:
         team = Processes("gpu", pathlib.Path(directory), args.timeout)
         try:
-            members = {way: team.start(way, serve, Job(*WAYS[way])) for way in ways}
+            members = {
+                contender: team.start(contender, serve, Job(*CONTENDERS[contender]))
+                for contender in contenders
+            }
             team.answers(list(members.values()), "start")
             results = {
                 name: {
@@ -155,7 +164,7 @@ def main(argv: list[str]) -> int:
         finally:
             team.end()
     verdicts = judge(results)
-    text = report(results, verdicts, ways, facts)
+    text = report(results, verdicts, contenders, facts)
     return conclude(args, "gpu", facts, verdicts, text, models=results)
 
 

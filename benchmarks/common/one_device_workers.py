@@ -90,7 +90,7 @@ def _framework(job: Job) -> tuple[Any, Callable[[], contextlib.AbstractContextMa
 
 def _compiled(keras, scope: Callable[[], contextlib.AbstractContextManager], job: Job):
     with scope():
-        model, optimizer = built(keras, job)
+        model, optimizer = built(keras, job.model)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=["accuracy"])
     return model

@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -112,9 +113,9 @@ def hand_loop(job: Job) -> tuple[int, Measures]:
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     own = [array[job.cluster.rank :: job.workers] for array in examples()]
     with strategy.scope():
-        model, optimizer = built(keras, job)
+        model, optimizer = built(keras, job.model)
     lone_model, lone_optimizer = built(
-        keras, job
+        keras, job.model
     )  # outside of the scope: what one worker does by itself
     batches = iter(
         strategy.distribute_datasets_from_function(lambda _: dataset(own, job.model.replica_batch))
@@ -174,14 +175,7 @@ def ddp(job: Job) -> tuple[int, Measures]:
         world_size=job.workers,
         timeout=datetime.timedelta(seconds=job.timeout),
     )
-    filters = job.model.filters
-    widths = job.model.widths
-    body = [nn.Conv2d(1, filters, 3), nn.ReLU(), nn.MaxPool2d(2)] if filters else []
-    sizes = [filters * ((SIDE - 2) // 2) ** 2 or SIDE**2, *widths]
-    dense = [
-        layer for sides in itertools.pairwise(sizes) for layer in (nn.Linear(*sides), nn.ReLU())
-    ]
-    model = nn.Sequential(*body, nn.Flatten(), *dense, nn.Linear(sizes[-1], CLASSES))
+    model = torch_network(job.model)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     loss_of = nn.CrossEntropyLoss()
@@ -227,7 +221,7 @@ def _fit(
     One epoch is the warm-up, the next one is timed.
     """
     with strategy.scope():
-        model, optimizer = built(keras, job)
+        model, optimizer = built(keras, job.model)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=["accuracy"])
     batches = dataset(examples(), job.model.replica_batch * job.workers)
@@ -261,12 +255,25 @@ def _fit(
     }
 
 
-def built(keras, job: Job):
+def torch_network(model: Model) -> Any:
+    """Return the layers that `built` makes, in PyTorch."""
+    from torch import nn
+
+    filters = model.filters
+    body = [nn.Conv2d(1, filters, 3), nn.ReLU(), nn.MaxPool2d(2)] if filters else []
+    sizes = [filters * ((SIDE - 2) // 2) ** 2 or SIDE**2, *model.widths]
+    dense = [
+        layer for sides in itertools.pairwise(sizes) for layer in (nn.Linear(*sides), nn.ReLU())
+    ]
+    return nn.Sequential(*body, nn.Flatten(), *dense, nn.Linear(sizes[-1], CLASSES))
+
+
+def built(keras, described: Model):
     """Return the model and its optimizer, in either Keras."""
     layers = keras.layers
-    filters = job.model.filters
+    filters = described.filters
     body = [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()] if filters else []
-    dense = [layers.Dense(width, activation="relu") for width in job.model.widths]
+    dense = [layers.Dense(width, activation="relu") for width in described.widths]
     model = keras.Sequential(
         [keras.Input((SIDE, SIDE, 1)), *body, layers.Flatten(), *dense, layers.Dense(CLASSES)]
     )

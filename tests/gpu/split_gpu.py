@@ -1,4 +1,7 @@
-"""Run a script on the first GPU, split into logical GPUs of equal memory, in full float32.
+"""Run a script on the first GPU, split into logical GPUs of equal memory, to compare with CPUs.
+
+It computes in full float32, and uses XLA only where the script asks for it: XLA draws other random
+numbers.
 
 The command is `python split_gpu.py NUMBER SCRIPT [ARGUMENT ...]`.
 """
@@ -20,6 +23,9 @@ def main(number: str, script: str, *arguments: str) -> None:
     tf.config.experimental.enable_tensor_float_32_execution(False)  # it rounds to 2^-11
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+    from tfdist.train.synchronous import engine
+
+    engine.model_supports_jit = lambda model: False
     runpy.run_path(script, run_name="__main__")
 
 

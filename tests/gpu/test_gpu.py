@@ -108,10 +108,11 @@ ONE = """
 import keras, numpy as np
 import tfdist
 
-with tfdist.make_strategy("one_device").scope():
+strategy = tfdist.make_strategy("one_device")
+with strategy.scope():
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
     model.compile("adam", "mse")
-print("XLA compiles:", model.jit_compile)
+print("XLA compiles:", strategy.tfdist_engine.asks_for_xla(model))
 print(*(b.device for b in tfdist.data.pipeline(np.arange(8), 4, device="/gpu:0")))
 """
 

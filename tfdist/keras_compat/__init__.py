@@ -89,6 +89,11 @@ def engine_of(strategy: tf.distribute.Strategy) -> Any:
     return getattr(strategy, "tfdist_engine", None)
 
 
+def device_type(strategy: tf.distribute.Strategy) -> str:
+    """Return the kind of device of a strategy's replicas, such as "CPU" or "GPU"."""
+    return tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type
+
+
 def install() -> None:
     """Install the hooks in Keras; further calls do nothing."""
     if hasattr(keras.Model, "_tfdist_hooks"):
@@ -108,7 +113,7 @@ def install() -> None:
     global_generator.install()
     _add_conversions(_distribute_values.DistributedVariable)
     _explain_handles(_distribute_values.DistributedVariable)
-    hook_operations(_device_of_replicas, _is_one_of_several_replicas)
+    hook_operations(_device_of_several_replicas, _is_one_of_several_replicas)
     hook_files()
     parallel = importlib.import_module("tfdist.keras_compat.parallel")
     parallel.hook_optimizers()
@@ -127,12 +132,9 @@ def _is_one_of_several_replicas() -> bool:
     return _has_replicas() and not tf.distribute.in_cross_replica_context()
 
 
-def _device_of_replicas() -> str | None:
-    """Return "CPU" or "GPU", the devices of such a strategy; None for other strategies."""
-    if not _has_replicas():
-        return None
-    strategy = tf.distribute.get_strategy()
-    return tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type
+def _device_of_several_replicas() -> str | None:
+    """Return "CPU" or "GPU", on which a strategy of tfdist has several replicas; None elsewhere."""
+    return device_type(tf.distribute.get_strategy()) if _has_replicas() else None
 
 
 def _add_conversions(cls: Any) -> None:

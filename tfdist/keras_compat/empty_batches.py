@@ -84,13 +84,18 @@ def _hook(name: str, results: int, device: Callable[[], str | None]) -> None:
 
 
 def _hook_transposed_conv3d(device: Callable[[], str | None]) -> None:
-    """Hook the transposed 3D convolution, whose first argument is the shape of its result."""
+    """Hook the transposed 3D convolution, whose first argument is the shape of its result.
+
+    TensorFlow calls it for the gradient of a 3D convolution too, of which the hook has added a row.
+    """
     original = _gen_nn_ops.conv3d_backprop_input_v2
 
     @functools.wraps(original)
     def operation(input_sizes: Any, filter: Any, out_backprop: Any, *args: Any, **kwargs: Any):
+        if device() is None or _is_shape_of_gradient(input_sizes):
+            return original(input_sizes, filter, out_backprop, *args, **kwargs)
         x = tf.convert_to_tensor(out_backprop)
-        if device() is None or x.shape.rank is None or x.shape[0]:
+        if x.shape.rank is None or x.shape[0]:
             return original(input_sizes, filter, x, *args, **kwargs)
         sizes = tf.convert_to_tensor(input_sizes)
         sizes = tf.concat([tf.maximum(sizes[:1], 1), sizes[1:]], 0)
@@ -98,6 +103,11 @@ def _hook_transposed_conv3d(device: Callable[[], str | None]) -> None:
         return _first_rows(y, tf.shape(x)[0])
 
     _gen_nn_ops.conv3d_backprop_input_v2 = operation
+
+
+def _is_shape_of_gradient(sizes: Any) -> bool:
+    """Return whether sizes come from TensorFlow's gradient of a 3D convolution, in a graph."""
+    return tf.is_symbolic_tensor(sizes) and sizes.op.type == "ShapeN"
 
 
 def _hook_extreme(

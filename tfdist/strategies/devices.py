@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_compat import runtime_initialized
-from tfdist.runtime.determinism import sum_rows_in_order
+from tfdist.runtime.determinism import enable_deterministic_segment_reductions
 
 Devices = int | str | Sequence[str] | None
 
@@ -22,7 +22,8 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         devices: None: all GPUs, or the CPU on a machine without GPUs. A number: that many GPUs, or
             that many logical CPU devices on a machine without GPUs. `"cpu"` or `"gpu"`: all devices
             of that kind. Names, as a sequence or separated by commas: these devices;
-            `"cpu:0,cpu:1"` makes two logical CPU devices. GPUs are those of `logical_gpus`.
+            `"cpu:0,cpu:1"` makes two logical CPU devices. See `logical_devices` for the numbers of
+            GPUs.
         threads: Number of threads that an operation may use, and of operations that run at once;
             None leaves TensorFlow's choice.
 
@@ -30,9 +31,9 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         ValueError: If a name is no device of this machine, or TensorFlow has started and can no
             longer be configured.
     """
-    names = parse(devices, len(logical_gpus()))
+    names = parse(devices, len(logical_devices("GPU")))
     if any(name.startswith("/gpu") for name in names):
-        sum_rows_in_order()
+        enable_deterministic_segment_reductions()
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads: expected a positive number, received {threads}")
@@ -52,26 +53,31 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
     return names
 
 
-def logical_gpus() -> list[Any]:
-    """Return the GPU behind each of TensorFlow's names `gpu:0`, `gpu:1` and so on.
+def logical_devices(kind: str) -> list[Any]:
+    """Return the physical device behind each of TensorFlow's names, such as `gpu:0` and `gpu:1`.
 
-    These are the GPUs that `tf.config.set_visible_devices` leaves to this process; a GPU that
-    `tf.config.set_logical_device_configuration` splits comes once for each part.
+    A device that `tf.config.set_logical_device_configuration` splits comes once for each part.
+    This does not start TensorFlow.
+
+    Args:
+        kind: "CPU" or "GPU".
     """
+    visible = tf.config.get_visible_devices(kind)
     return [
-        gpu
-        for gpu in tf.config.get_visible_devices("GPU")
-        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
+        device
+        for device in tf.config.list_physical_devices(kind)  # the order of TensorFlow's numbers
+        if device in visible
+        for _ in tf.config.get_logical_device_configuration(device) or [None]
     ]
 
 
 def parse(devices: Devices, gpus: int) -> list[str]:
-    """Return the device names for a user's choice, on a machine with this number of GPUs.
+    """Return the device names for a user's choice, where a process has this number of GPUs.
 
     Args:
         devices: Number of devices, "cpu", "gpu", names of devices, or None for the default: all
             GPUs, or else one CPU device.
-        gpus: Number of GPUs of this machine.
+        gpus: Number of GPUs that this process may use.
 
     Returns:
         Names such as "/gpu:0".
@@ -94,8 +100,8 @@ def parse(devices: Devices, gpus: int) -> list[str]:
             raise ValueError(f"devices: expected at least 1, received {devices}")
         if 0 < gpus < devices:
             raise ValueError(
-                f"devices: expected at most this machine's {gpus} GPUs, received {devices}; name "
-                'CPU devices, "cpu:0,cpu:1"'
+                f"devices: expected at most the {gpus} GPUs of this process, received {devices}; "
+                'name CPU devices, "cpu:0,cpu:1"'
             )
         return [f"/{'gpu' if gpus else 'cpu'}:{i}" for i in range(devices)]
     if isinstance(devices, str):
@@ -125,7 +131,7 @@ def _name(device: str, gpus: int) -> str:
         )
     if match[1] == "gpu" and int(match[2]) >= gpus:
         raise ValueError(
-            f"devices: received {device!r}, but TensorFlow sees {gpus} GPUs on this machine"
+            f"devices: received {device!r}, but TensorFlow sees {gpus} GPUs in this process"
         )
     return f"/{match[1]}:{match[2]}"
 
@@ -156,13 +162,33 @@ def restrict(names: list[str]) -> None:
     Raises:
         ValueError: If a GPU is split, and only some of its parts are named.
     """
-    gpus = logical_gpus()
-    named = [gpu for i, gpu in enumerate(gpus) if f"/gpu:{i}" in names]
+    gpus = logical_devices("GPU")
+    named = _named(gpus, names)
     for gpu in named:
         if named.count(gpu) < gpus.count(gpu):
             raise ValueError(
                 f"devices: expected all or none of the {gpus.count(gpu)} logical devices of "
-                f"{gpu.name}, received {', '.join(n.removeprefix('/') for n in names)}"
+                f"{gpu.name}, received {', '.join(n.removeprefix('/') for n in names)}. Name all "
+                "of them, or use mirrored."
             )
-    if len(named) < len(gpus):
-        tf.config.set_visible_devices(list(dict.fromkeys(named)), "GPU")
+    _show(named)
+
+
+def restrict_to_one(names: list[str], index: int) -> None:
+    """Hide all GPUs but one of those that are named, for the worker with this index.
+
+    Workers of one machine take one GPU each.
+    """
+    named = list(dict.fromkeys(_named(logical_devices("GPU"), names)))
+    _show([named[index % len(named)]] if named else [])
+
+
+def _named(gpus: list[Any], names: list[str]) -> list[Any]:
+    return [gpu for i, gpu in enumerate(gpus) if f"/gpu:{i}" in names]
+
+
+def _show(gpus: list[Any]) -> None:
+    """Leave only these GPUs visible to TensorFlow."""
+    shown = list(dict.fromkeys(gpus))
+    if set(shown) != set(tf.config.get_visible_devices("GPU")):
+        tf.config.set_visible_devices(shown, "GPU")

@@ -250,8 +250,7 @@ def _parameter_server(
         raise device_names.too_late("a cluster")
     device_names.quiet_tensorflow()
     if cluster.task_type != "chief":
-        # One GPU per worker: workers on one machine with several GPUs take one each.
-        device_names.restrict([names[cluster.task.index % len(names)]])
+        device_names.restrict_to_one(names, cluster.task.index)
         serve(cluster, start_timeout=start_timeout)
     if not reconnecting:
         check_host(cluster, cluster.task)

@@ -301,8 +301,4 @@ def _configure(devices: device_names.Devices) -> list[str]:
 
 def _logical(kind: str) -> list[str]:
     """Return the names of this process's devices of a kind, before or after TensorFlow starts."""
-    count = sum(
-        len(tf.config.get_logical_device_configuration(device) or [None])
-        for device in tf.config.get_visible_devices(kind.upper())
-    )
-    return [f"{kind}:{number}" for number in range(count)]
+    return [f"{kind}:{i}" for i in range(len(device_names.logical_devices(kind.upper())))]

@@ -82,8 +82,7 @@ def pipeline_devices(
     device_names.quiet_tensorflow()
     names = device_names.configure(None, threads)
     if spec.task_type != "chief":
-        # One GPU per worker: workers on one machine with several GPUs take one each.
-        device_names.restrict([names[spec.task.index % len(names)]])
+        device_names.restrict_to_one(names, spec.task.index)
         serve(spec, start_timeout=start_timeout)
     device_names.restrict([])  # GPUs of the chief's machine are for the workers there
     check_host(spec, spec.task)

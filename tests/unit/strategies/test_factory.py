@@ -173,7 +173,7 @@ def test_devices_are_read(given, gpus, names):
     ("given", "gpus", "message"),
     [
         (0, 0, "expected at least 1, received 0"),
-        (3, 2, "expected at most this machine's 2 GPUs, received 3"),
+        (3, 2, "expected at most the 2 GPUs of this process, received 3"),
         ("gpu", 0, 'received "gpu", but TensorFlow sees no GPU'),
         ("gpu:2", 2, "received 'gpu:2', but TensorFlow sees 2 GPUs"),
         ("gpu:0,gpu:0", 2, "expected distinct names"),

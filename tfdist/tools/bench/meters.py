@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import config
+from tfdist.keras_compat import device_type
 from tfdist.run import build, input_pipeline, train_command
 from tfdist.telemetry import step_records
 from tfdist.tools.bench.jobs import Case, Job
@@ -299,8 +300,8 @@ def _facts(strategy: tf.distribute.Strategy, model: keras.Model | None) -> dict[
 
     GPUs are listed only if replicas compute on them.
     """
-    on_cpu = "CPU" in strategy.extended.worker_devices[0].upper()
-    gpus = [] if on_cpu else tf.config.list_physical_devices("GPU")
+    on_gpus = device_type(strategy) == "GPU"
+    gpus = tf.config.list_physical_devices("GPU") if on_gpus else []
     names = [
         tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus
     ]

@@ -191,7 +191,7 @@ def _replicas(settings: config.Run) -> int:
     """Return the number of replicas of one process."""
     from tfdist.strategies import devices
 
-    names = devices.parse(settings.strategy.devices, len(devices.logical_gpus()))
+    names = devices.parse(settings.strategy.devices, len(devices.logical_devices("GPU")))
     return 1 if settings.strategy.name == "one_device" else len(names)
 
 

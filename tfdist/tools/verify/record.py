@@ -113,6 +113,7 @@ def train(
     if mode == EAGER:
         model.run_eagerly = True
     engine: Any = strategy.tfdist_engine  # type: ignore[attr-defined]
+    engine.xla_by_default.discard(model)  # XLA cannot compile the probe
     probe = Probe(engine.placement.first_replica)
     model_step = model.train_step
 

@@ -152,9 +152,7 @@ def can_compile(
     """
     reason = _refusal(step, data, strategy, placement)
     if reason is not None:
-        log.warning(
-            "jit_compile=True: XLA cannot compile %s, which runs without it: %s", name, reason
-        )
+        log.warning("jit_compile: XLA cannot compile %s, which runs without it: %s", name, reason)
     return reason is None
 
 
@@ -278,7 +276,7 @@ class BatchShapes:
         self._reported = True
         examples = sorted(key.decode() for key in self._table.export()[0].numpy())[:3]
         log.warning(
-            "jit_compile=True: batches have had %d shapes so far (%s, ...), and XLA compiles the "
+            "jit_compile: batches have had %d shapes so far (%s, ...), and XLA compiles the "
             "step for each. Pad batches to a few shapes, or pass jit_compile=False.",
             count,
             ", ".join(examples),

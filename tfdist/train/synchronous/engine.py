@@ -21,6 +21,7 @@ from tfdist.keras_compat import (
     announce,
     announced,
     copies,
+    device_type,
     holder_of,
     leave_scope,
     metric_variables,
@@ -124,6 +125,8 @@ class Engine(Hooks):
         self._recorder: Recorder | None = None  # of the running fit, if its steps are measured
         self.heartbeat = Heartbeat(placement.is_chief)
         self.watchdog = Watchdog(timeout, placement)
+        # Models that were compiled with `jit_compile="auto"`.
+        self.xla_by_default: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._saves = 0  # calls of save, save_weights and export, which all workers make
         strategy.tfdist_engine = self
 
@@ -147,21 +150,28 @@ class Engine(Hooks):
 
     # --- fit, evaluate, predict -------------------------------------------------------------------
     def compile(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> None:
-        """Run `keras.Model.compile` in the scope; shard the weights first if layouts say so.
-
-        `jit_compile="auto"` means on one GPU what it means there without a strategy.
-        """
+        """Run `keras.Model.compile` in the scope; shard the weights first if layouts say so."""
         with contextlib.nullcontext() if tf.distribute.has_strategy() else self._strategy.scope():
             layouts.shard(model)
-        call = bind(keras_method, model, args, kwargs)
-        if call["jit_compile"] == "auto" and not call["run_eagerly"] and self._has_one_gpu():
-            call["kwargs"]["jit_compile"] = model_supports_jit(model)
-        super().compile(model, keras_method, **call["kwargs"])
+        super().compile(model, keras_method, *args, **kwargs)
+        automatic = bind(keras_method, model, args, kwargs)["jit_compile"] == "auto"
+        (self.xla_by_default.add if automatic else self.xla_by_default.discard)(model)
 
-    def _has_one_gpu(self) -> bool:
-        """Return whether the only replica computes on a GPU."""
-        device = tf.DeviceSpec.from_string(self._strategy.extended.worker_devices[0])
-        return self.placement.replicas == 1 and device.device_type == "GPU"
+    def asks_for_xla(self, model: keras.Model) -> bool:
+        """Return whether XLA shall compile a model's steps, if it can.
+
+        Keras resolves `jit_compile="auto"` to False under any strategy. Here it means on GPUs what
+        it means without one.
+        """
+        if model.run_eagerly or model.jit_compile:
+            return not model.run_eagerly
+        return (
+            model in self.xla_by_default
+            and device_type(self._strategy) == "GPU"
+            and not self._central
+            and not isinstance(_holder(model), FSDP)
+            and model_supports_jit(model)
+        )
 
     def fit(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.fit`, each step on all replicas."""
@@ -722,12 +732,18 @@ class Engine(Hooks):
         check_optimizer(model, self._strategy)
         check_deferred(model)
         check_stateful(model, self.placement.replicas, "replicas")
-        holder = holder_of(getattr(model, "optimizer", None), model.trainable_variables)
+        holder = _holder(model)
         if isinstance(holder, FSDP):
             holder.check_xla(model)
-        if self._central and self.placement.replicas > 1 and model.jit_compile:
+        devices_differ = self.placement.replicas > 1 or device_type(self._strategy) == "GPU"
+        if self._central and devices_differ and model.jit_compile:
             raise ValueError(
                 "strategy central_storage: compile(jit_compile=True) is not supported, as XLA "
                 "reads variables of its own device only. Pass jit_compile=False, or use the "
                 "strategy mirrored."
             )
+
+
+def _holder(model: keras.Model) -> Any:
+    """Return what shards a model's weights or optimizer, or None."""
+    return holder_of(getattr(model, "optimizer", None), model.trainable_variables)

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import local_component, metric_variables
+from tfdist.keras_compat import device_type, local_component, metric_variables
 from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.runtime.time_account import time_account
@@ -97,9 +97,7 @@ class Runner:
         self._traced_loop: tuple | None = None
         self._bound = strategy.tfdist_engine.watchdog.bound
         self._aggregation = strategy.tfdist_engine.aggregation
-        self._remote = (
-            tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type != "CPU"
-        )
+        self._remote = device_type(strategy) != "CPU"
         self._readings_per_step = 1 + PER_REPLICA * placement.local_replicas
         self.recorder: Recorder | None = None
         self._fetched: tuple | None = None  # an iterator and the next batch from it
@@ -501,8 +499,8 @@ class Runner:
 
     def _decide_on_xla(self, batch: Batch) -> None:
         """Decide whether XLA compiles the steps; log why it does not, if it was asked to."""
-        self._compiles = bool(self.model.jit_compile) and not self.model.run_eagerly
-        if self._compiles and self._placement.replicas > 1:
+        self._compiles = self._strategy.tfdist_engine.asks_for_xla(self.model)
+        if self._compiles and (self._placement.replicas > 1 or not self.model.jit_compile):
             rows = replica_rows(batch, 0, self._placement, self._host)
             name = "train_step" if self._trains else "test_step"
             self._compiles = can_compile(

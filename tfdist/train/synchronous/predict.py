@@ -50,7 +50,7 @@ class Predictor:
             return function(batches)
 
     def _decide_on_xla(self, batch: Batch) -> bool:
-        if not self.model.jit_compile or self.model.run_eagerly:
+        if not self._strategy.tfdist_engine.asks_for_xla(self.model):
             return False
         step = self.model.predict_step
         rows = replica_rows(batch, 0, self._placement, self._host)

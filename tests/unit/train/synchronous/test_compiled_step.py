@@ -14,8 +14,9 @@ import tensorflow as tf
 import tfdist
 from tests.parity.cases import CROSSENTROPY, dataset
 from tfdist.keras_compat import copies
-from tfdist.parallel import zero
+from tfdist.parallel import fsdp, zero
 from tfdist.sync import DiLoCo, Gradients
+from tfdist.train.synchronous import engine
 
 layers = keras.layers
 ROWS = 25
@@ -246,3 +247,52 @@ def test_central_storage_refuses_xla():
     strategy = tfdist.make_strategy("central_storage", devices="cpu:0,cpu:1")
     with pytest.raises(ValueError, match=r"central_storage: compile\(jit_compile=True\).*=False"):
         results(strategy, True, mlp)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Let engines take their CPUs for GPUs, where `jit_compile="auto"` asks for XLA."""
+    monkeypatch.setattr(engine, "device_type", lambda strategy: "GPU")
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_xla_is_the_default_on_gpus(name, request, on_gpus, warnings):
+    strategy = request.getfixturevalue(name)
+    drawn = {}
+    for xla in (False, True, "auto"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = Masks()
+            model.compile("sgd", "mse", jit_compile=xla)
+        model.fit(np.ones([8, 6]), np.ones([8, 1]), batch_size=8, verbose=0)
+        drawn[xla] = [float(copy) for copy in copies(model.drawn.variables[0])]
+    assert drawn["auto"] == drawn[True] != drawn[False]
+    assert not model.jit_compile  # a saved model asks for nothing elsewhere
+    assert not warnings()
+
+
+def test_a_step_that_xla_cannot_compile_runs_by_default_without_it(one_device, on_gpus, warnings):
+    found = results(one_device, "auto", lambda: mlp(AsText), whole=True)
+    assert_equal(found, results(one_device, False, lambda: mlp(AsText), whole=True))
+    assert {re.match(r"jit_compile: XLA cannot compile (\w+),", w)[1] for w in warnings()} == {
+        "train_step",
+        "test_step",
+        "predict_step",
+    }
+
+
+def test_a_model_whose_weights_are_sharded_runs_by_default_without_xla(mirrored, on_gpus, warnings):
+    def sharded():
+        model = mlp()
+        fsdp(model)
+        return model
+
+    assert_equal(results(mirrored, "auto", sharded), results(mirrored, False, sharded))
+    assert not warnings()
+
+
+def test_central_storage_on_a_gpu_refuses_xla(on_gpus):
+    central = tfdist.make_strategy("central_storage", devices="cpu")
+    with pytest.raises(ValueError, match="strategy central_storage: compile"):
+        results(central, True, mlp)
+    results(central, "auto", mlp)
