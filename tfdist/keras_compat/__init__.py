@@ -133,7 +133,7 @@ def _is_one_of_several_replicas() -> bool:
 
 
 def _device_of_several_replicas() -> str | None:
-    """Return "CPU" or "GPU", on which a strategy of tfdist has several replicas; None elsewhere."""
+    """Return the device type of a strategy of tfdist with several replicas, or None."""
     return device_type(tf.distribute.get_strategy()) if _has_replicas() else None
 
 

@@ -54,7 +54,7 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
 
 
 def logical_devices(kind: str) -> list[Any]:
-    """Return the physical device behind each of TensorFlow's names, such as `gpu:0` and `gpu:1`.
+    """Return the physical device behind each name, such as `gpu:0` and `gpu:1`.
 
     A device that `tf.config.set_logical_device_configuration` splits comes once for each part.
     This does not start TensorFlow.

@@ -1,4 +1,4 @@
-"""Test convolutions and pooling of batches without rows under several replicas on CPUs."""
+"""Test convolutions and pooling of batches without rows under several replicas."""
 
 import keras
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.ops import gen_nn_ops
 
+from tfdist import keras_compat
 from tfdist.keras_compat import empty_batches
 
 IMAGE = (6, 6, 3)
@@ -87,7 +88,7 @@ def test_a_batch_without_rows_has_the_right_shape_and_gradients_of_zero(name, mi
     assert np.abs(expected[2]).max() > 0
 
 
-def test_only_several_replicas_on_cpus_have_the_additional_operations(mirrored, one_device):
+def test_only_several_replicas_have_the_additional_operations(mirrored, one_device, monkeypatch):
     def operations(strategy, rows):
         x = tf.TensorSpec([rows, *IMAGE])
         function = tf.function(
@@ -98,9 +99,11 @@ def test_only_several_replicas_on_cpus_have_the_additional_operations(mirrored, 
     assert "EnsureShape" in operations(mirrored, None)
     assert "EnsureShape" not in operations(mirrored, 2)
     assert "EnsureShape" not in operations(one_device, None)
+    monkeypatch.setattr(keras_compat, "device_type", lambda strategy: "GPU")
+    assert "EnsureShape" not in operations(mirrored, None)
 
 
-@pytest.mark.parametrize("name", empty_batches.OPERATIONS)
+@pytest.mark.parametrize("name", [*empty_batches.OPERATIONS, "conv3d_backprop_input_v2"])
 def test_an_operation_is_hooked_once(name):
     operation = getattr(gen_nn_ops, name)
     assert operation.__code__.co_filename == empty_batches.__file__
