@@ -30,7 +30,14 @@ from tfdist.launch.task_process import (
     stopped_among,
 )
 from tfdist.runtime.guardian import Guardian
-from tfdist.runtime.launch_protocol import MET, PREEMPTED_CODE, Phase, note, read_journal
+from tfdist.runtime.launch_protocol import (
+    MET,
+    OF_SAVES,
+    PREEMPTED_CODE,
+    Phase,
+    journal_events,
+    note,
+)
 
 POLL_S = 0.05
 REAP_POLL_S = 0.01  # after SIGKILL
@@ -222,7 +229,7 @@ class Supervisor:
         running = any(heartbeat.phase == Phase.RUNNING for heartbeat in heartbeats)
         stepped = running or any(
             line["event"] == "stepping" and line.get("attempt") == number
-            for line in read_journal(self._log_dir)
+            for line in journal_events(self._log_dir)
         )
         return Failed(verdict, stepped, max(positions, default=None)), codes
 
@@ -247,7 +254,7 @@ class Supervisor:
     def _warn_of_tasks_that_never_met(self, group: Sequence[Process]) -> None:
         """Show which tasks of a cluster have ended well, but have never met the others."""
         met: set[str] = set()
-        for line in read_journal(self._log_dir):
+        for line in journal_events(self._log_dir):
             if line["event"] == "attempt":
                 met.clear()
             elif line["event"] == MET:
@@ -540,14 +547,10 @@ class Supervisor:
             for process in living
         ):
             return False
-        last = next(
-            (
-                line
-                for line in reversed(read_journal(self._log_dir))
-                if line["event"] in ("saving", "saved")
-            ),
-            None,
-        )
+        last = None
+        for line in journal_events(self._log_dir):
+            if line["event"] in OF_SAVES:
+                last = line
         return (
             last is None
             or last["event"] == "saved"

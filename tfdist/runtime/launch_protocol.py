@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist.runtime.time_account import RECORDED, Account, TimeAccount, time_account
@@ -356,15 +356,21 @@ def read_journal(log_dir: str) -> list[dict[str, Any]]:
         >>> [(line["event"], line["step"]) for line in read_journal(directory)]
         [('stepping', 3)]
     """
-    events = []
+    return list(journal_events(log_dir))
+
+
+def journal_events(log_dir: str) -> Iterator[dict[str, Any]]:
+    """Yield the events that `read_journal` returns; the journal of a long launch is large."""
     with (
         contextlib.suppress(FileNotFoundError),
         open(os.path.join(log_dir, JOURNAL), "rb") as file,
     ):
         for line in file:
+            event = None
             with contextlib.suppress(ValueError, RecursionError):
-                events.append(check_event(json.loads(line)))
-    return events
+                event = check_event(json.loads(line))
+            if event is not None:
+                yield event
 
 
 def check_event(line: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from tfdist.runtime.launch_protocol import (
     JOURNAL,
     Phase,
     Progress,
+    journal_events,
     note,
     read_heartbeat,
     read_journal,
@@ -64,6 +65,7 @@ def test_damaged_lines_of_a_journal_are_left_out(tmp_path):
         file.write(b"\n".join(damaged) + b"\n")
     note(str(tmp_path), "over", code=0)
     assert read_journal(str(tmp_path))[:-1] == whole
+    assert next(journal_events(str(tmp_path))) == whole[0]
     assert read_journal(str(tmp_path))[-1]["event"] == "over"
 
 
