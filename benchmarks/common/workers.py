@@ -275,7 +275,13 @@ def built(keras, described: Model):
     body = [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()] if filters else []
     dense = [layers.Dense(width, activation="relu") for width in described.widths]
     model = keras.Sequential(
-        [keras.Input((SIDE, SIDE, 1)), *body, layers.Flatten(), *dense, layers.Dense(CLASSES)]
+        [
+            keras.Input((SIDE, SIDE, 1)),
+            *body,
+            layers.Flatten(),
+            *dense,
+            layers.Dense(CLASSES, dtype="float32"),
+        ]
     )
     optimizer = keras.optimizers.Adam(LEARNING_RATE)
     optimizer.build(model.trainable_variables)

@@ -247,6 +247,7 @@ class Train:
         precision: Keras' dtype policy.
         steps_per_execution: Number of steps per call of the train function. Logs and callbacks are
             updated every so many steps.
+        jit_compile: Whether XLA compiles the steps. None: on GPUs, where it can.
         memory_freq: Number of steps after which a snapshot is saved in the memory of the host, for
             restarts by `tfdist launch --restarts`; 0: no such snapshots.
         seed: Seed of initial weights, dropout and the order of examples.
@@ -271,6 +272,7 @@ class Train:
     class_weight: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     precision: str = one_of(("float32", "mixed_bfloat16", "mixed_float16"), "float32")
     steps_per_execution: int = at_least(1, 1)
+    jit_compile: bool | None = None
     memory_freq: int = at_least(0, 0)
     seed: int = at_least(0, 0)
 

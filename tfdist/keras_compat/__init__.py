@@ -411,6 +411,20 @@ def holder_of(optimizer: Any, variables: Any) -> Any:
     )  # an iterator must not be consumed
 
 
+def chose_jit_compile(model: keras.Model) -> bool:
+    """Return whether a model was compiled with `jit_compile`; Keras' default is "auto"."""
+    return getattr(model, "_tfdist_chose_jit_compile", False)
+
+
+def note_jit_compile(model: keras.Model, value: bool | str) -> None:
+    """Note the argument `jit_compile` of `compile`.
+
+    Keras keeps what "auto" means here, also in what it saves; a copy may train elsewhere.
+    """
+    model._tfdist_chose_jit_compile = value != "auto"
+    model._compile_config.config["jit_compile"] = value
+
+
 def _hook_symbolic_build() -> None:
     keras_method = keras.Model._maybe_symbolic_build
 

@@ -86,7 +86,7 @@ def _hook(name: str, results: int, device: Callable[[], str | None]) -> None:
 def _hook_transposed_conv3d(device: Callable[[], str | None]) -> None:
     """Hook the transposed 3D convolution, whose first argument is the shape of its result.
 
-    TensorFlow calls it for the gradient of a 3D convolution too, of which the hook has added a row.
+    TensorFlow also calls it for the gradient of a 3D convolution, which has got its row already.
     """
     original = _gen_nn_ops.conv3d_backprop_input_v2
 

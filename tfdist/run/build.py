@@ -180,7 +180,9 @@ def _build(settings: config.Run, train: tf.data.Dataset) -> keras.Model:
 def _compile(model: keras.Model, optimizer: Any, settings: config.Run) -> None:
     from tfdist.run import compilation
 
+    jit_compile = settings.train.jit_compile
     model.compile(
+        jit_compile="auto" if jit_compile is None else jit_compile,
         optimizer=optimizer,
         loss=compilation.loss(settings.train),
         metrics=compilation.metrics(settings.train),

@@ -360,7 +360,7 @@ def read_journal(log_dir: str) -> list[dict[str, Any]]:
 
 
 def journal_events(log_dir: str) -> Iterator[dict[str, Any]]:
-    """Yield the events that `read_journal` returns; the journal of a long launch is large."""
+    """Yield the events that `read_journal` returns, one at a time: a journal may have 32 MB."""
     with (
         contextlib.suppress(FileNotFoundError),
         open(os.path.join(log_dir, JOURNAL), "rb") as file,

@@ -111,7 +111,7 @@ def parse(devices: Devices, gpus: int) -> list[str]:
         if kind == "gpu":
             if not gpus:
                 raise ValueError(
-                    'devices: received "gpu", but TensorFlow sees no GPU on this machine; use '
+                    'devices: received "gpu", but TensorFlow sees no GPU in this process; use '
                     '"cpu" or a number'
                 )
             return [f"/gpu:{i}" for i in range(gpus)]
@@ -171,7 +171,7 @@ def restrict(names: list[str]) -> None:
                 f"{gpu.name}, received {', '.join(n.removeprefix('/') for n in names)}. Name all "
                 "of them, or use mirrored."
             )
-    _show(named)
+    _set_visible_gpus(named)
 
 
 def restrict_to_one(names: list[str], index: int) -> None:
@@ -180,14 +180,14 @@ def restrict_to_one(names: list[str], index: int) -> None:
     Workers of one machine take one GPU each.
     """
     named = list(dict.fromkeys(_named(logical_devices("GPU"), names)))
-    _show([named[index % len(named)]] if named else [])
+    _set_visible_gpus([named[index % len(named)]] if named else [])
 
 
 def _named(gpus: list[Any], names: list[str]) -> list[Any]:
     return [gpu for i, gpu in enumerate(gpus) if f"/gpu:{i}" in names]
 
 
-def _show(gpus: list[Any]) -> None:
+def _set_visible_gpus(gpus: list[Any]) -> None:
     """Leave only these GPUs visible to TensorFlow."""
     shown = list(dict.fromkeys(gpus))
     if set(shown) != set(tf.config.get_visible_devices("GPU")):

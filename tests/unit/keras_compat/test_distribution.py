@@ -44,6 +44,7 @@ def test_keras_calls_the_functions_of_its_backend(asked):
     if hasattr(made, "auto_shard_dataset"):  # newer than 3.10
         adapted = TFDatasetAdapter(data, distribution=made).get_tf_dataset()
         np.testing.assert_array_equal(list(adapted), list(data))
+        assert not made.auto_shard_dataset  # which Keras after 3.15 reads alone
     assert distribution.devices_of(made) == ["cpu:0"]
     assert distribution.shards_data(made)
     assert not distribution.shards_data(public.DataParallel(auto_shard_dataset=False))

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist import app, config
 from tfdist.backup.shards import is_sharded
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import local_component
+from tfdist.keras_compat import local_component, note_jit_compile
 from tfdist.run import build, compilation, input_pipeline, train_command
 from tfdist.strategies.base import by_rows
 from tfdist.tools.verify import recording
@@ -110,10 +110,11 @@ def train(
     batches = input_pipeline.pipeline(described, "train")
     model = build.make_model(described, strategy, batches)
     model.steps_per_execution = 1
+    model.jit_compile = False  # XLA cannot compile the probe
+    note_jit_compile(model, False)
     if mode == EAGER:
         model.run_eagerly = True
     engine: Any = strategy.tfdist_engine  # type: ignore[attr-defined]
-    engine.xla_by_default.discard(model)  # XLA cannot compile the probe
     probe = Probe(engine.placement.first_replica)
     model_step = model.train_step
 

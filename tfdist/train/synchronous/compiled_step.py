@@ -12,6 +12,7 @@ would abort the collectives of all workers.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import re
@@ -163,12 +164,17 @@ def _refusal(
     trace = _Trace()
 
     def check() -> None:
-        function = _function(step, trace)
         with (
             tf.distribute.ReplicaContext(strategy, placement.first_replica),
             tf.device(strategy.extended.worker_devices[0]),
-            weighted_step(1.0 / placement.replicas),
+            contextlib.ExitStack() as stack,
         ):
+            if placement.replicas == 1:  # XLA compiles the updates too
+                function = tf.function(step, jit_compile=True, autograph=False)
+                function.experimental_get_compiler_ir(data)(stage="hlo")
+                return
+            stack.enter_context(weighted_step(1.0 / placement.replicas))
+            function = _function(step, trace)
             function.get_concrete_function(data)
             _check_collectives(trace)
             for update in trace.updates:

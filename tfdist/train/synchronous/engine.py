@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist.keras_compat import (
     announce,
     announced,
+    chose_jit_compile,
     copies,
     device_type,
     holder_of,
@@ -27,6 +28,7 @@ from tfdist.keras_compat import (
     metric_variables,
     metrics_of,
     model_supports_jit,
+    note_jit_compile,
     unchanged_by_saving,
 )
 from tfdist.parallel.collectives.native.transport import Transport
@@ -125,8 +127,6 @@ class Engine(Hooks):
         self._recorder: Recorder | None = None  # of the running fit, if its steps are measured
         self.heartbeat = Heartbeat(placement.is_chief)
         self.watchdog = Watchdog(timeout, placement)
-        # Models that were compiled with `jit_compile="auto"`.
-        self.xla_by_default: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._saves = 0  # calls of save, save_weights and export, which all workers make
         strategy.tfdist_engine = self
 
@@ -154,20 +154,20 @@ class Engine(Hooks):
         with contextlib.nullcontext() if tf.distribute.has_strategy() else self._strategy.scope():
             layouts.shard(model)
         super().compile(model, keras_method, *args, **kwargs)
-        automatic = bind(keras_method, model, args, kwargs)["jit_compile"] == "auto"
-        (self.xla_by_default.add if automatic else self.xla_by_default.discard)(model)
+        note_jit_compile(model, bind(keras_method, model, args, kwargs)["jit_compile"])
 
     def asks_for_xla(self, model: keras.Model) -> bool:
-        """Return whether XLA shall compile a model's steps, if it can.
+        """Return whether XLA should compile a model's steps, if it can.
 
         Keras resolves `jit_compile="auto"` to False under any strategy. Here it means on GPUs what
         it means without one.
         """
-        if model.run_eagerly or model.jit_compile:
-            return not model.run_eagerly
+        if model.run_eagerly:
+            return False
+        if model.jit_compile or chose_jit_compile(model):
+            return model.jit_compile
         return (
-            model in self.xla_by_default
-            and device_type(self._strategy) == "GPU"
+            device_type(self._strategy) == "GPU"
             and not self._central
             and not isinstance(_holder(model), FSDP)
             and model_supports_jit(model)

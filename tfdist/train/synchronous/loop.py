@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
-from tfdist.keras_compat import device_type, local_component, metric_variables
+from tfdist.keras_compat import chose_jit_compile, device_type, local_component, metric_variables
 from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.runtime.time_account import time_account
@@ -498,9 +498,9 @@ class Runner:
         self._last, _ = result
 
     def _decide_on_xla(self, batch: Batch) -> None:
-        """Decide whether XLA compiles the steps; log why it does not, if it was asked to."""
+        """Decide whether XLA compiles the steps; log why it does not, if it should."""
         self._compiles = self._strategy.tfdist_engine.asks_for_xla(self.model)
-        if self._compiles and (self._placement.replicas > 1 or not self.model.jit_compile):
+        if self._compiles and (self._placement.replicas > 1 or not chose_jit_compile(self.model)):
             rows = replica_rows(batch, 0, self._placement, self._host)
             name = "train_step" if self._trains else "test_step"
             self._compiles = can_compile(

@@ -267,7 +267,35 @@ def test_xla_is_the_default_on_gpus(name, request, on_gpus, warnings):
         model.fit(np.ones([8, 6]), np.ones([8, 1]), batch_size=8, verbose=0)
         drawn[xla] = [float(copy) for copy in copies(model.drawn.variables[0])]
     assert drawn["auto"] == drawn[True] != drawn[False]
-    assert not model.jit_compile  # a saved model asks for nothing elsewhere
+    assert not warnings()
+
+
+def test_the_choice_of_a_model_for_xla(one_device, on_gpus):
+    asks = one_device.tfdist_engine.asks_for_xla
+    with one_device.scope():
+        model = mlp()
+        assert asks(model)  # for predict, before compile
+        model.compile("sgd", "mse")
+        assert asks(model)
+        copy = keras.models.clone_model(model)
+        copy.compile_from_config(model.get_compile_config())
+        assert asks(copy)
+        model.compile("sgd", "mse", jit_compile=False)
+        assert not asks(model)
+        model.compile("sgd", "mse", run_eagerly=True)
+        assert not asks(model)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: OwnStep("update again"),
+        lambda: mlp(lambda: layers.BatchNormalization(synchronized=True)),
+    ],
+    ids=["updates", "synchronized"],
+)
+def test_xla_compiles_on_one_gpu_what_it_cannot_on_several(one_device, on_gpus, warnings, build):
+    assert_equal(*(results(one_device, xla, build) for xla in (False, "auto")))
     assert not warnings()
 
 
@@ -295,4 +323,7 @@ def test_central_storage_on_a_gpu_refuses_xla(on_gpus):
     central = tfdist.make_strategy("central_storage", devices="cpu")
     with pytest.raises(ValueError, match="strategy central_storage: compile"):
         results(central, True, mlp)
-    results(central, "auto", mlp)
+    with central.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+    assert not central.tfdist_engine.asks_for_xla(model)
