@@ -35,7 +35,7 @@ from common.report import (
 from common.snapshots_worker import Cost, Job, serve
 
 from tfdist import ClusterSpec
-from tfdist.runtime.snapshot_server import SnapshotServer
+from tfdist.launch.snapshot_server import SnapshotServer
 
 ROUNDS = 6
 EPOCHS = 5

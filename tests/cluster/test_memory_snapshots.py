@@ -3,6 +3,7 @@
 It ends as if nothing had happened, and leaves no process and no shared memory.
 """
 
+import functools
 import os
 import pathlib
 import pickle
@@ -14,9 +15,11 @@ import pytest
 
 from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
 from tests.launches import ROOT, Launch
+from tests.networks import listens
+from tfdist.cluster.addresses import free_ports
 from tfdist.runtime.fault_plan import EVENT
 from tfdist.runtime.launch_protocol import read_journal
-from tfdist.runtime.snapshot_server import is_supported
+from tfdist.runtime.snapshot_protocol import is_supported
 
 SCRIPT = str(ROOT / "tests" / "cluster" / "scripts" / "chaotic.py")
 TIMEOUT_S = 400
@@ -63,13 +66,25 @@ def check_equal(directory, whole):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return a function that returns the directory of a training without faults."""
+
+    @functools.cache
+    def known(strategy):
+        whole = Launch(tmp_path_factory.mktemp("undisturbed"), TIMEOUT_S)
+        train(whole, strategy)
+        return whole.directory
+
+    return known
+
+
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_killed_workers_resume_from_memory_with_equal_results(strategy, launch, tmp_path_factory):
-    whole = Launch(tmp_path_factory.mktemp("undisturbed"), TIMEOUT_S)
-    train(whole, strategy)
+def test_killed_workers_resume_from_memory_with_equal_results(strategy, launch, undisturbed):
+    whole = undisturbed(strategy)
     plan = "kill chief@step=7; kill worker:1@step=14; kill worker:1@restoring; kill chief@step=29"
     journal = train(launch, strategy, "--chaos", plan)
-    check_equal(launch.directory, whole.directory)
+    check_equal(launch.directory, whole)
     assert len([line for line in journal if line["event"] == EVENT]) == 4
     restored = [line for line in journal if line["event"] == "restored"]
     assert {line["path"] for line in restored} == {"memory"}
@@ -78,6 +93,57 @@ def test_killed_workers_resume_from_memory_with_equal_results(strategy, launch, 
     for fault in [line for line in journal if line["event"] == EVENT and line["total"]]:
         later = [line["total"] for line in restored if line["attempt"] == fault["attempt"] + 1]
         assert all(fault["total"] - 2 * FREQ <= total <= fault["total"] for total in later)
+
+
+def test_training_on_several_hosts_survives_the_loss_of_one(tmp_path, undisturbed):
+    """A killed worker costs the steps of an interval, and so does a host with half of the rows."""
+    (tmp_path / "token").write_text("0123456789abcdef0123")
+    (tmp_path / "token").chmod(0o600)
+    (tmp_path / "shared").mkdir()
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    hosts = {}
+
+    def start(name, *flags):
+        (tmp_path / name).mkdir()
+        hosts[name] = Launch(tmp_path / name, TIMEOUT_S)
+        hosts[name].start(
+            "--rendezvous",
+            address,
+            *("--max-workers", "2", "--min-workers", "2", "--restarts", "9"),
+            *("--token-file", str(tmp_path / "token"), "--host-timeout", "30"),
+            *flags,
+            command=(SCRIPT, str(tmp_path / "shared"), "100000", "fsdp"),
+            environ=QUIET,
+        )
+
+    def journal(name):
+        return read_journal(str(tmp_path / name / "runs" / "latest"))
+
+    before = shared_memory()
+    chaos = ("--chaos", "kill chief@step=7; stop worker:1@step=14")
+    start("a", *chaos)
+    wait(lambda: listens(int(address.rpartition(":")[2])))
+    start("b", *chaos)
+    wait(lambda: any(line["event"] == "restored" for line in journal("b")))
+    start("c")  # a spare host
+    wait(lambda: any(line["event"] == EVENT for line in journal("b")))
+    wait(lambda: servers(hosts["c"]))
+    hosts["b"]._process.kill()
+    for name in "ac":
+        code, _, err = hosts[name].finish()
+        assert code == 0, err[-6000:]
+    check_equal(tmp_path / "shared", undisturbed("fsdp"))
+    assert not hosts["b"].wait_for_nobody(30.0)
+    assert shared_memory() <= before
+    hosts["b"].finish()
+    restored = [line for name in "abc" for line in journal(name) if line["event"] == "restored"]
+    assert {(line["path"], line["attempt"]) for line in restored} == {("memory", 1), ("memory", 2)}
+    faults = [line for name in "abc" for line in journal(name) if line["event"] == EVENT]
+    for fault in faults:
+        later = [line["total"] for line in restored if line["attempt"] == fault["attempt"] + 1]
+        assert len(later) == 2
+        assert all(fault["total"] - 2 * FREQ <= total <= fault["total"] for total in later)
+    assert len(faults) == 2
 
 
 def test_killed_server_costs_the_snapshot_in_memory_only(launch):
@@ -115,7 +181,7 @@ def test_killed_launcher_leaves_neither_server_nor_shared_memory(launch):
 
 
 def servers(launch):
-    return [pid for pid in launch.living() if b"snapshot_server" in command_line(pid)]
+    return [pid for pid in launch.living() if b"snapshot_process" in command_line(pid)]
 
 
 def command_line(pid):

@@ -1,7 +1,7 @@
 """Memory tier: the newest snapshot in memory that outlives the training process.
 
 A snapshot has the same format and checksum there as in a file. The snapshot server of the launcher
-holds it (`tfdist.runtime.snapshot_server`).
+holds it (`tfdist.runtime.snapshot_protocol`), and that of another host a copy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot, pack, unpack
 from tfdist.runtime import resource_limits
 from tfdist.runtime.formatting import format_bytes
-from tfdist.runtime.snapshot_server import MESSAGE_S, PACKET_BYTES, address_of, is_own
+from tfdist.runtime.snapshot_protocol import (
+    GET_S,
+    MESSAGE_S,
+    PACKET_BYTES,
+    address_of,
+    is_own,
+)
 
 PARTS_S = 15.0  # for the other workers to hand over their parts of a snapshot
+COPY_BYTES_PER_S = 1 << 24  # at least, to another host
 SEGMENTS = 2  # one that the server holds, and one to write the next snapshot into
 _PIECES = 512  # at most 1024 in a call of the system
 _ROUND = 1 << 20  # bytes: a history that grows needs no new memory at each save
@@ -95,6 +102,7 @@ class MemoryTier:
             return False
         pieces = list(pack(snapshot))
         size = sum(map(len, pieces))
+        seconds = PARTS_S + size / COPY_BYTES_PER_S
         message = {
             "put": self._directory,
             "attempt": self._attempt,
@@ -102,18 +110,19 @@ class MemoryTier:
             "parts": parts,
             "at": list(at),
             "size": size,
+            "seconds": seconds,
         }
         try:
             segment = self._free_segment(size)
             segment.write(pieces)
-            answer, _ = self._ask(message, segment.descriptor, PARTS_S)
+            answer, _ = self._ask(message, segment.descriptor, seconds)
         except _TooLittleMemory as error:
             self._give_up(str(error))
             return False
         except TimeoutError:  # the next one would cost as much time
             self._give_up(
                 f"the snapshot server, or another worker with its part of the snapshot, did not "
-                f"answer in {PARTS_S:g} s"
+                f"answer in {seconds:.3g} s"
             )
             return False
         except OSError as error:
@@ -129,8 +138,17 @@ class MemoryTier:
                 f"{self._directory}: attempt {self._attempt} of the launch may no longer save, "
                 f"because attempt {answer['superseded']} does. End this process."
             )
+        if "failed" in answer:
+            self._give_up(f"the hosts could not complete a snapshot: {answer['failed']}")
+            return False
         self._segments.reverse()  # the server has released the other one
-        self._warned = None
+        if answer["uncopied"]:
+            self._warn(
+                f"no other host holds a copy of the snapshots of this host ({answer['uncopied']}). "
+                f"If this host is lost, training resumes from {self._directory}."
+            )
+        else:
+            self._warned = None
         return True
 
     def get(self, part: int = 0) -> HeldSnapshot | None:
@@ -142,7 +160,8 @@ class MemoryTier:
             part: Index of the part of the snapshot.
         """
         try:
-            answer, descriptor = self._ask({"get": self._directory, "part": part})
+            message = {"get": self._directory, "part": part, "attempt": self._attempt}
+            answer, descriptor = self._ask(message, seconds=GET_S)
             if descriptor is None:
                 return None
             self._close_segments()  # it may be one of them, and must not change
@@ -187,7 +206,7 @@ class MemoryTier:
     def drop(self) -> None:
         """Make the server release what it holds for the directory."""
         with contextlib.suppress(OSError):
-            self._ask({"drop": self._directory})
+            self._ask({"drop": self._directory}, seconds=GET_S)
 
     def close(self) -> None:
         """Close the connection; the server keeps what it holds."""

@@ -61,7 +61,7 @@ def write(launched: Launched, model: keras.Model, history: Mapping[str, Any]) ->
 
 
 def is_wanted(launched: Launched) -> bool:
-    """Return whether a launch compares its training results. All workers agree on this.
+    """Return whether a launch compares its training results.
 
     Args:
         launched: Settings that the launcher passed to this process.

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tfdist.cluster.addresses import free_ports, is_here, nobody_here
 from tfdist.cluster.spec import ClusterSpec, Task
@@ -27,6 +27,7 @@ from tfdist.launch.output import Console
 from tfdist.launch.policy import Policy
 from tfdist.launch.rendezvous_client import RendezvousClient
 from tfdist.launch.slow_workers import SlowWorkers
+from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.launch.standby import Standbys
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.task_plan import data_names, plan_tasks, resolve_command
@@ -47,7 +48,7 @@ from tfdist.runtime.launch_protocol import (
     read_journal,
 )
 from tfdist.runtime.resource_limits import cores
-from tfdist.runtime.snapshot_server import SnapshotServer, is_supported
+from tfdist.runtime.snapshot_protocol import is_supported
 
 
 def _run(flags: argparse.Namespace, words: list[str]) -> int:
@@ -122,7 +123,13 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     else:
         shared = secrets.token_bytes(32)
 
-    def plan(cluster: ClusterSpec, members: Sequence[Task], attempt: int, launch: str):
+    def plan(
+        cluster: ClusterSpec,
+        members: Sequence[Task],
+        attempt: int,
+        launch: str,
+        server: SnapshotServer | None,
+    ):
         return plan_tasks(
             cluster,
             members,
@@ -142,14 +149,15 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
                 agent.derive_task_secret(shared, "" if flags.cluster else launch) if shared else ""
             ),
             stragglers=flags.stragglers,
-            snapshot_server=None if snapshot_server is None else snapshot_server.name,
+            snapshot_server=None if server is None else server.name,
         )
 
     restarts = flags.restarts or flags.replace_stragglers
     standby = not flags.on and bool(restarts if flags.standby is None else flags.standby)
     launch = uuid.uuid4().hex
-    # A snapshot in memory serves the tasks of this host only: all of them have to be here.
-    holds = restarts and not (flags.on or flags.rendezvous or flags.cluster) and is_supported()
+    # With --on the launcher is on one host only, and with --cluster it knows no other one.
+    holds = restarts and not (flags.on or flags.cluster) and is_supported()
+    host = (flags.host or agent.own_host(flags.rendezvous)) if flags.rendezvous else ""
 
     def plan_here(attempt: int):
         if fleet is not None:
@@ -158,19 +166,18 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             cluster = launch_on.cluster_of(spec, prepared)
             kept = {*task_environ, *(THREAD_VARIABLES if flags.threads else ())}
             return launch_on.for_agents(
-                plan(cluster, cluster.tasks, attempt, launch), prepared, kept
+                plan(cluster, cluster.tasks, attempt, launch, snapshots), prepared, kept
             )
         cluster = spec if spec is not None and flags.cluster else _local(flags)
-        return plan(cluster, members if flags.cluster else cluster.tasks, attempt, launch)
+        tasks = members if flags.cluster else cluster.tasks
+        return plan(cluster, tasks, attempt, launch, snapshots)
 
     with (
         Guardian() as guardian,
         contextlib.closing(
             Standbys(flags.standby if standby else 0, guardian, log_dir, console.notice)
         ) as standbys,
-        contextlib.closing(SnapshotServer())
-        if holds
-        else contextlib.nullcontext() as snapshot_server,
+        _snapshot_server(host, shared, console) if holds else contextlib.nullcontext() as snapshots,
         launch_on.open_fleet(
             flags,
             words,
@@ -211,7 +218,9 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             if signal.getsignal(number) is not signal.SIG_IGN:  # keep a signal ignored under nohup
                 signal.signal(number, interrupt)
         if flags.rendezvous:
-            code = _launch_hosts(flags, words, token, policy, supervisor, plan, console, log_dir)
+            code = _launch_hosts(
+                flags, words, token, host, policy, supervisor, plan, snapshots, console, log_dir
+            )
         else:
             where = (
                 launch_on.describe(flags)
@@ -239,19 +248,44 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _snapshot_server(host: str, token: bytes, console: Console) -> Iterator[SnapshotServer | None]:
+    """Run the process that holds snapshots in memory.
+
+    Args:
+        host: Address of this host for the others; "" if there are none.
+        token: Secret of the launchers.
+        console: Console for messages to the user.
+    """
+    secret = bytes.fromhex(agent.derive_task_secret(token, "snapshot servers")) if host else b""
+    try:
+        server = SnapshotServer(host, secret)
+    except OSError as error:
+        console.notice(
+            f"tfdist: no snapshots in memory (memory_freq): the process that would hold them "
+            f"cannot listen at {host} ({error.strerror or error}); expected an address of this "
+            "host (--host)"
+        )
+        yield None
+        return
+    with contextlib.closing(server):
+        yield server
+
+
 def _launch_hosts(
     flags,
     words,
     token,
+    host: str,
     policy: Policy,
     supervisor: Supervisor,
     plan,
+    snapshots: SnapshotServer | None,
     console: Console,
     log_dir: str,
 ) -> int:
     """Run this host's part of a launch over several hosts."""
     slots = flags.workers or 1
-    host = flags.host or agent.own_host(flags.rendezvous)
     terms = Terms(
         flags.min_workers,
         flags.max_workers,
@@ -262,11 +296,15 @@ def _launch_hosts(
     )
 
     def plan_start(start: Start, spec: ClusterSpec):
+        server = snapshots if start.snapshot_servers else None
+        if server is not None:
+            server.meet(start.snapshot_servers, start.host, start.generation)
         return plan(
             spec,
             spec.tasks[start.first : start.first + start.count],
             start.generation,
             start.launch_id,
+            server,
         )
 
     count = f"{slots} worker{'s' * (slots > 1)}"
@@ -282,6 +320,7 @@ def _launch_hosts(
             host,
             slots,
             digest,
+            snapshot_port=0 if snapshots is None else snapshots.port,
             join_timeout=flags.join_timeout,
             show_line=console.notice,
         ) as member,

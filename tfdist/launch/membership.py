@@ -30,6 +30,7 @@ class _Host:
     host: str
     name: str
     slots: int
+    snapshot_port: int  # of its snapshot server; 0 without one
     last_message: float
     leaving: bool = False
 
@@ -331,8 +332,20 @@ class Membership:
             f"tfdist: generation {generation.number}: {counted(len(addresses), 'worker')} on "
             + ", ".join(f"{self._hosts[key]} ({count})" for key, count in generation.counts.items())
         )
-        for key, count in generation.counts.items():
-            start = Start(generation.number, self.terms.launch_id, tuple(addresses), first, count)
+        members = [self._hosts[key] for key in generation.counts]
+        servers = tuple(join_address(each.host, each.snapshot_port) for each in members)
+        if not all(each.snapshot_port for each in members):
+            servers = ()
+        for index, (key, count) in enumerate(generation.counts.items()):
+            start = Start(
+                generation.number,
+                self.terms.launch_id,
+                tuple(addresses),
+                first,
+                count,
+                servers,
+                index,
+            )
             self._send(key, "start", **dataclasses.asdict(start))
             first += count
 
@@ -448,15 +461,18 @@ def _host(hello: Mapping[str, Any], now: float) -> _Host | None:
     """Parse a request to join; return None if it is malformed."""
     texts = [hello.get(name) for name in ("id", "host", "name")]
     slots = hello.get("slots")
+    snapshot_port = hello.get("snapshot_port", 0)
     if (
         hello.get("do") != "join"
         or not all(isinstance(text, str) for text in texts)
         or type(slots) is not int
         or slots < 1
+        or type(snapshot_port) is not int
+        or not 0 <= snapshot_port < 65536
     ):
         return None
     id, host, name = (_text(hello, key) for key in ("id", "host", "name"))
-    return _Host(id, host, name, slots, now)
+    return _Host(id, host, name, slots, snapshot_port, now)
 
 
 def _report(host: str, message: Mapping[str, Any]) -> Report:

@@ -66,6 +66,9 @@ class Start:
         addresses: Address of each worker of the cluster as "host:port", by index.
         first: Index of the first worker that this host runs.
         count: Number of workers that this host runs, from there.
+        snapshot_servers: Address of each host's snapshot server as "host:port"; empty if one of the
+            hosts has none.
+        host: Index of this host's.
     """
 
     generation: int
@@ -73,6 +76,8 @@ class Start:
     addresses: tuple[str, ...]
     first: int
     count: int
+    snapshot_servers: tuple[str, ...] = ()
+    host: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ class RendezvousClient:
         slots: Number of workers that this host can run.
         command_digest: Digest of the command; a text that is equal on all hosts and may be shown.
         name: Name of the host for the user, default the machine's name.
+        snapshot_port: Port of this host's snapshot server, default 0 for none.
         join_timeout: Seconds for the rendezvous to appear, or to be reached again, default 300.
         ports: Function that finds that many free ports, default `free_ports` on every interface.
         show_line: Function that shows a line to the user.
@@ -60,6 +61,7 @@ class RendezvousClient:
         command_digest: str,
         *,
         name: str | None = None,
+        snapshot_port: int = 0,
         join_timeout: float = 300.0,
         ports: Callable[[int], list[int]] | None = None,
         show_line: Callable[[str], None] = lambda text: None,
@@ -82,6 +84,7 @@ class RendezvousClient:
             "name": socket.gethostname() if name is None else name,
             "slots": slots,
             "digest": command_digest,
+            "snapshot_port": snapshot_port,
         }
         self._lock = threading.Lock()  # guards the attributes below
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -289,7 +292,8 @@ class RendezvousClient:
                 facts = {"ports": [], "problem": str(error)}
             channel.send({"do": "ports", "generation": message["generation"], **facts})
         elif kind == "start":
-            self._orders.put(Start(**{**message, "addresses": tuple(message["addresses"])}))
+            lists = {name: tuple(message[name]) for name in ("addresses", "snapshot_servers")}
+            self._orders.put(Start(**{**message, **lists}))
         elif kind == "stop":
             self._orders.put(Stop(**message))
         elif kind == "finish":

@@ -21,7 +21,8 @@ from tfdist.backup import memory_tier
 from tfdist.backup.claim import Superseded
 from tfdist.backup.memory_tier import MemoryTier
 from tfdist.backup.snapshot import Snapshot
-from tfdist.runtime.snapshot_server import SnapshotServer, is_supported
+from tfdist.launch.snapshot_server import SnapshotServer
+from tfdist.runtime.snapshot_protocol import is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="no memfd_create: Linux has it")
 WAIT_S = 30.0
@@ -51,7 +52,7 @@ def tier_of(server, attempt=0, directory="/backup", **options):
 
 def can_connect(tier):
     try:
-        tier._ask({"get": "", "part": 0})
+        tier._ask({"get": "", "part": 0, "attempt": 0})
         return True
     except OSError:
         return False
@@ -271,7 +272,7 @@ def links(pid):
 def test_server_ends_with_its_launcher():
     script = (
         "import time\n"
-        "from tfdist.runtime.snapshot_server import SnapshotServer\n"
+        "from tfdist.launch.snapshot_server import SnapshotServer\n"
         "print(SnapshotServer().pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -293,7 +294,7 @@ def zombie(pid):
 def test_messages_of_another_program_are_ignored(server, tier):
     import socket
 
-    from tfdist.runtime.snapshot_server import address_of
+    from tfdist.runtime.snapshot_protocol import address_of
 
     assert tier.put(state(1), (0, 1))
     for message in (b"{", b"[]", b"{}", b'{"put": 1}', b'{"get": "/backup"}', b"\xff" * 100):

@@ -23,7 +23,7 @@ from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.keras_compat import engine_of, install, pass_counters, set_first_epoch
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, TRANSIENT_CODE, Launched, note
 from tfdist.runtime.time_account import time_account
 from tfdist.train.callbacks import log_files, sharded_snapshot
 from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots
@@ -38,6 +38,12 @@ NO_SNAPSHOT = -1  # instead of the number of a snapshot
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
 _completed: set[str] = set()
+
+
+class HostsDisagree(RuntimeError):
+    """Error for hosts that found different snapshots in memory; a restart helps."""
+
+    exit_code = TRANSIENT_CODE
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -112,6 +118,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._writing: concurrent.futures.Future | None = None
         self._suspended = log_files.SuspendedFrequencies()
         self._launched = Launched()
+        self._is_restarted = False  # by its launcher, if it fails
+        self._is_compared = False  # its result, with that of another launch
         self._listening = contextlib.ExitStack()
         self._memory: MemorySnapshots | None = None
         self._newest: StoredSnapshot | None = None
@@ -414,7 +422,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._restored = None
         if snapshot is not None:  # no epoch ran: training was already complete
             state.into_history(snapshot.facts["history"], self.model.history)
-        keeps = self._launched.restarts > 0 or not self.delete_checkpoint
+        keeps = self._is_restarted or not self.delete_checkpoint
         if keeps and (snapshot is None or snapshot.facts["finished"] != self._launched.launch):
             self._save(
                 self._epoch + 1 if snapshot is None else snapshot.facts["epoch"],
@@ -427,11 +435,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-        with (
-            self._engine.gathered(self.model)
-            if result.is_wanted(self._launched)
-            else contextlib.nullcontext()
-        ):
+        with self._engine.gathered(self.model) if self._is_compared else contextlib.nullcontext():
             if self.writes:
                 result.write(self._launched, self.model, self._history())
         if keeps:
@@ -620,7 +624,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     # --- Restoring --------------------------------------------------------------------------------
     def _agree(self) -> None:
-        """Raise ValueError unless this worker found the same snapshot as the chief."""
+        """Take over the launch's settings from the chief, and compare the snapshots found.
+
+        Raises:
+            ValueError: If a worker found another snapshot than the chief.
+            HostsDisagree: If so, and the snapshot is in memory; it is dropped then.
+        """
         newest = self._newest
         own = (
             [float(NO_SNAPSHOT), 0.0, 0.0]
@@ -634,12 +643,30 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 )
             ]
         )
-        chief = self._engine.broadcast_from_chief(own)
-        if list(chief) != own:
-            raise ValueError(
+        # Another host's launcher may have other flags, such as no --restarts.
+        facts = [float(self._launched.restarts > 0), float(result.is_wanted(self._launched))]
+        rows = self._engine.all_gather([*own, *facts])
+        *chief, restarts, wanted = rows[0]
+        self._is_restarted = bool(restarts)
+        self._is_compared = bool(wanted)
+        for rank, row in enumerate(rows):
+            found = row[: len(own)]
+            if found == chief:
+                continue
+            difference = (
                 f"{self.backup_dir}: expected the snapshot that the chief restores "
-                f"({_describe(chief)}); this worker found {_describe(own)}. All workers must read "
-                "the same backup_dir: name a directory on a file system that they share."
+                f"({_describe(chief)}); worker {rank} found {_describe(found)}."
+            )
+            if IN_MEMORY in (chief[0], found[0]):
+                self._end_memory(drop=True)
+                raise HostsDisagree(
+                    f"{difference} The hosts do not reach each other's snapshots in memory: let "
+                    "each connect to all ports of the others, and pass its address with --host. "
+                    "The next attempt resumes from the disk."
+                )
+            raise ValueError(
+                f"{difference} All workers must read the same backup_dir: name a directory on a "
+                "file system that they share."
             )
 
     def _restore(self, snapshot: Snapshot) -> None:

@@ -68,7 +68,7 @@ class MemorySnapshots:
             logging.warning(
                 "memory_freq: no snapshots in memory, because no process would hold them after "
                 "this one ends: `tfdist launch --restarts` starts one, on Linux, for tasks that "
-                "all run on one host."
+                "all run on one host, and with --rendezvous on each host."
             )
             return None
         whole, rows = (MemoryTier(directory, launched.attempt, server) for _ in range(2))

@@ -177,11 +177,13 @@ def test_worker_with_another_directory_than_the_chief_gets_an_error(
     number = Store(tmp_path).numbers()[-1]
     engine = one_device.tfdist_engine
     for chief, stored in (
-        ([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2\\); this worker found none"),
-        ([-1.0, 0.0, 0.0], f"none\\); this worker found snapshot-{number}"),
+        ([number, 1.0, 2.0], f"snapshot-{number} of epoch 1, step 2\\); worker 1 found none"),
+        ([-1.0, 0.0, 0.0], f"none\\); worker 1 found snapshot-{number}"),
     ):
         monkeypatch.setattr(
-            engine, "broadcast_from_chief", lambda numbers, chief=chief: [float(x) for x in chief]
+            engine,
+            "all_gather",
+            lambda numbers, chief=chief: [[*map(float, chief), *numbers[3:]], numbers],
         )
         with pytest.raises(
             ValueError,

@@ -10,8 +10,9 @@ import pytest
 from tfdist.backup import claim
 from tfdist.backup.snapshot import Snapshot
 from tfdist.backup.store import StoredSnapshot
+from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.runtime.launch_protocol import Launched
-from tfdist.runtime.snapshot_server import SnapshotServer, is_supported
+from tfdist.runtime.snapshot_protocol import is_supported
 from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="no memfd_create: Linux has it")

@@ -1,0 +1,120 @@
+"""Snapshot server: runs the process that holds snapshots in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster.addresses import resolve_address
+
+MAX_RESTARTS = 10  # of a server that was killed
+BACKLOG = 128
+_PROGRAM = Path(__file__).with_name("snapshot_process.py")
+
+
+class SnapshotServer:
+    """Process that holds snapshots in memory, which ends with the launcher.
+
+    A server that is killed is replaced by one that holds nothing yet.
+
+    Args:
+        host: Address of this host at which the servers of other hosts reach this one; "" (default)
+            if there are no other hosts.
+        secret: Secret that the servers of all hosts share; b"" (default) without other hosts.
+
+    Attributes:
+        name: Name by which clients find it.
+        port: Port for the servers of other hosts; 0 without other hosts.
+
+    Raises:
+        OSError: If it cannot listen at the address.
+    """
+
+    def __init__(self, host: str = "", secret: bytes = b""):
+        self.name = f"tfdist-{secrets.token_hex(16)}"
+        self._listener: socket.socket | None = None
+        self.port = 0
+        if host:
+            family, sockaddr = resolve_address(f"[{host}]:0" if ":" in host else f"{host}:0")
+            self._listener = socket.create_server(sockaddr[:2], family=family, backlog=BACKLOG)
+            self.port = self._listener.getsockname()[1]
+        self._lines: list[dict[str, Any]] = [{"secret": secret.hex()}]  # for each process
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process = self._start()
+        self._thread = threading.Thread(target=self._replace, name="snapshot-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Return its process id."""
+        return self._process.pid
+
+    def meet(self, addresses: Sequence[str], own: int, generation: int) -> None:
+        """Tell the server where the servers of all hosts are, from this generation on.
+
+        Args:
+            addresses: Address of each host's server as "host:port".
+            own: Index of this host's server.
+            generation: Number of the generation.
+        """
+        message = {"peers": list(addresses), "own": own, "generation": generation}
+        with self._lock:
+            self._lines[1:] = [message]
+            self._tell(self._process, message)
+
+    def close(self) -> None:
+        """End the server, which releases what it holds."""
+        with self._lock:
+            self._closed = True
+            self._process.kill()
+        self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _start(self) -> subprocess.Popen:
+        descriptors = () if self._listener is None else (self._listener.fileno(),)
+        # -I -S: without site-packages it starts quickly and does not depend on user code.
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_PROGRAM), self.name, *map(str, descriptors)],
+            stdin=subprocess.PIPE,  # its end tells the server that the launcher is gone
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,  # out of reach of Ctrl-C and of a kill of the launcher's group
+        )
+        for message in self._lines:
+            self._tell(process, message)
+        return process
+
+    @staticmethod
+    def _tell(process: subprocess.Popen, message: dict[str, Any]) -> None:
+        assert process.stdin is not None
+        # It was killed, and its successor is told. A closed pipe raises ValueError.
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
+
+    def _replace(self) -> None:
+        for _ in range(MAX_RESTARTS):
+            process = self._process
+            process.wait()
+            with self._lock:
+                assert process.stdin is not None
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+                if self._closed:
+                    return
+                try:
+                    self._process = self._start()
+                except OSError:  # no process, no memory: training goes on without it
+                    return
+        self._process.wait()
