@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
+from tests.cluster.test_launch_on_ssh import SSH
+from tests.forkserver import environ_of
 from tests.launches import ROOT, Launch
 from tests.networks import listens
 from tfdist.cluster.addresses import free_ports
@@ -144,6 +146,36 @@ def test_training_on_several_hosts_survives_the_loss_of_one(tmp_path, undisturbe
         assert len(later) == 2
         assert all(fault["total"] - 2 * FREQ <= total <= fault["total"] for total in later)
     assert len(faults) == 2
+
+
+def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undisturbed):
+    """Each agent holds the snapshots of its task, and ends with its host."""
+    launch.bound = TIMEOUT_S
+    (launch.directory / "ssh").write_text(SSH)
+    (launch.directory / "ssh").chmod(0o755)
+    launch.start(
+        *("--on", "ssh", "--ssh-command", str(launch.directory / "ssh")),
+        *("--hosts=127.0.1.1,127.0.1.2", "--restarts", "9", "--hang-timeout", "120"),
+        *("--chaos", "kill chief@step=7; stop worker:1@step=14"),
+        command=(SCRIPT, ".", "100000", "zero"),
+        environ=QUIET,
+    )
+    path = str(launch.directory / "runs" / "latest")
+    wait(lambda: len([line for line in read_journal(path) if line["event"] == EVENT]) == 2)
+    (agent,) = [
+        pid
+        for pid in launch.living()
+        if environ_of(pid).get("SSH_TEST_HOST") == "127.0.1.2"
+        and b"agent_process" in command_line(pid)
+    ]
+    os.kill(agent, signal.SIGKILL)
+    code, _, err = launch.finish()
+    assert code == 0, err[-6000:]
+    check_equal(launch.directory, undisturbed("zero"))
+    restored = [line for line in read_journal(path) if line["event"] == "restored"]
+    assert {(line["path"], line["attempt"]) for line in restored} == {("memory", 1), ("memory", 2)}
+    assert {line["total"] for line in restored if line["attempt"] == 2} <= {12, 14}
+    assert not launch.wait_for_nobody(30.0)
 
 
 def test_killed_server_costs_the_snapshot_in_memory_only(launch):

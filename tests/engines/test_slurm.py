@@ -16,6 +16,7 @@ from tests.engines.slurm_cluster import NODES
 from tests.engines.task_scripts import SAVE
 from tests.launches import PRELUDE, Launch
 from tests.processes import ROOT
+from tfdist.runtime.launch_protocol import read_journal
 
 BEAT = task_scripts.BEAT + 'restart = os.environ.get("SLURM_RESTART_COUNT", "0")\n'
 BOUND_S = 90
@@ -223,6 +224,40 @@ if attempt == "0": train(60)
     assert re.search(rf"worker:1 was (lost with its host {NODES[1]}|killed)", err), err
     assert "asking for another" in err
     assert f"[worker:1] on {NODES[2]}" in out
+
+
+def test_training_resumes_from_the_copy_of_a_lost_nodes_rows(launch, slurm):
+    """The optimizer's rows that the lost node held are in the memory of the other one."""
+    script = ROOT / "tests" / "cluster" / "scripts" / "chaotic.py"
+    launch.environ |= {"CHAOTIC_MEMORY": "2", "CHAOTIC_PACE": "0.3"}
+    code, job, err = launch.tfdist(
+        "submit",
+        "--workers=2",
+        "--nodes=3",
+        "--slurm-options=--ntasks=3 --ntasks-per-node=1",
+        *("--restarts=1", "--log-dir=logs", "--env=CHAOTIC_MEMORY", "--env=CHAOTIC_PACE", "--"),
+        *(str(script), str(launch.directory), "100000", "zero"),
+    )
+    assert code == 0, err
+
+    def events(name):
+        lines = read_journal(str(launch.directory / "logs" / "start-0"))
+        return [line for line in lines if line["event"] == name]
+
+    end = time.monotonic() + BOUND_S
+    while not events("stepping"):
+        assert time.monotonic() < end, f"{launch.output(job.strip())}\n{slurm.log()}"
+        time.sleep(0.1)
+    time.sleep(2.0)  # some six steps
+    slurm.lose_node(NODES[1])
+    (launch.directory / "hurry").touch()
+    try:
+        state, code, text = launch.finish_job(job.strip())
+    finally:
+        slurm.return_node(NODES[1])
+    assert (state, code) == ("COMPLETED", 0), text
+    assert [line["path"] for line in events("restored")] == ["memory"] * 2, text
+    assert all(line["total"] >= 2 for line in events("restored"))
 
 
 def test_spare_node_of_a_job_takes_the_place_of_a_lost_one(launch, slurm):

@@ -155,18 +155,18 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     restarts = flags.restarts or flags.replace_stragglers
     standby = not flags.on and bool(restarts if flags.standby is None else flags.standby)
     launch = uuid.uuid4().hex
-    # With --on the launcher is on one host only, and with --cluster it knows no other one.
+    # With --on the agents do, and with --cluster the launcher knows no other host.
     holds = restarts and not (flags.on or flags.cluster) and is_supported()
     host = (flags.host or agent.own_host(flags.rendezvous)) if flags.rendezvous else ""
 
     def plan_here(attempt: int):
         if fleet is not None:
             assert spec is not None
-            prepared = fleet.prepare(names)
+            prepared = fleet.prepare(names, attempt)
             cluster = launch_on.cluster_of(spec, prepared)
             kept = {*task_environ, *(THREAD_VARIABLES if flags.threads else ())}
             return launch_on.for_agents(
-                plan(cluster, cluster.tasks, attempt, launch, snapshots), prepared, kept
+                plan(cluster, cluster.tasks, attempt, launch, None), prepared, kept
             )
         cluster = spec if spec is not None and flags.cluster else _local(flags)
         tasks = members if flags.cluster else cluster.tasks
@@ -186,6 +186,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             lambda: supervisor.interrupted,
             lambda number: interrupt(number),
             console.notice,
+            snapshot_secret=shared.hex() if restarts else "",
         ) as fleet,
     ):
         supervisor = Supervisor(
@@ -298,7 +299,12 @@ def _launch_hosts(
     def plan_start(start: Start, spec: ClusterSpec):
         server = snapshots if start.snapshot_servers else None
         if server is not None:
-            server.meet(start.snapshot_servers, start.host, start.generation)
+            # Each launcher counts as a host of its own.
+            server.meet(
+                [(f"{i}", each) for i, each in enumerate(start.snapshot_servers)],
+                start.host,
+                start.generation,
+            )
         return plan(
             spec,
             spec.tasks[start.first : start.first + start.count],

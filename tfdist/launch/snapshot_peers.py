@@ -66,6 +66,7 @@ class Peers:
         self._generation = -1
         self._addresses: list[str] = []
         self._own = 0
+        self._neighbour: str | None = None  # address of the server that gets copies
         self._problem = ""  # with the last copy
         self._next_copy = 0.0  # time on the monotonic clock
         self._stored: dict[tuple[str, Position], set[int]] = {}  # parts; on the first host
@@ -75,17 +76,23 @@ class Peers:
         self._fetching = threading.Lock()  # two processes of this host may want the same part
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def meet(self, addresses: Sequence[str], own: int, generation: int) -> None:
+    def meet(self, peers: Sequence[tuple[str, str]], own: int, generation: int) -> None:
         """Begin a generation.
 
         Args:
-            addresses: Addresses of the servers of all its hosts, as "host:port".
-            own: Index of this host's.
+            peers: All servers of the generation: name of the host, and address as "host:port". A
+                host may have several.
+            own: Index of this server.
             generation: Number of the generation.
         """
+        hosts = [host for host, _ in peers]
         with self._changed:
-            self._addresses = list(addresses)
+            self._addresses = [address for _, address in peers]
             self._own = own
+            following = [*range(own + 1, len(peers)), *range(own)]
+            self._neighbour = next(
+                (self._addresses[each] for each in following if hosts[each] != hosts[own]), None
+            )
             self._problem = ""
             self._next_copy = 0.0
             self._generation = generation
@@ -109,10 +116,10 @@ class Peers:
             OSError: If the snapshot did not become complete.
         """
         limit = time.monotonic() + seconds
-        addresses, own = self._at(position[0])
+        addresses, _ = self._at(position[0])
         self._found.pop(run, None)
-        if len(addresses) > 1 and time.monotonic() >= self._next_copy:
-            neighbour = addresses[(own + 1) % len(addresses)]
+        neighbour = self._neighbour
+        if neighbour is not None and time.monotonic() >= self._next_copy:
             try:
                 self._copy(neighbour, run, position, part)
                 self._problem = ""

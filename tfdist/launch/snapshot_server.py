@@ -58,15 +58,16 @@ class SnapshotServer:
         """Return its process id."""
         return self._process.pid
 
-    def meet(self, addresses: Sequence[str], own: int, generation: int) -> None:
-        """Tell the server where the servers of all hosts are, from this generation on.
+    def meet(self, peers: Sequence[tuple[str, str]], own: int, generation: int) -> None:
+        """Tell the server where all servers are, from this generation on.
 
         Args:
-            addresses: Address of each host's server as "host:port".
-            own: Index of this host's server.
-            generation: Number of the generation.
+            peers: All servers of the generation: name of the host, and address as "host:port".
+            own: Index of this server.
+            generation: Number of the generation; the number of the attempt if there are no
+                generations.
         """
-        message = {"peers": list(addresses), "own": own, "generation": generation}
+        message = {"peers": list(peers), "own": own, "generation": generation}
         with self._lock:
             self._lines[1:] = [message]
             self._tell(self._process, message)

@@ -63,9 +63,8 @@ def main(directory, save_freq="3", name="auto"):
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
         )
-    sharded = name == "fsdp"
     strategy = tfdist.make_strategy(
-        "auto" if sharded else name,
+        "auto" if name in ("fsdp", "zero") else name,
         **({"devices": ["CPU:0", "CPU:1"]} if name == "mirrored" else {}),
     )
     from tfdist import data
@@ -82,9 +81,12 @@ def main(directory, save_freq="3", name="auto"):
                 keras.layers.Dense(1),
             ]
         )
-        if sharded:
+        if name == "fsdp":
             tfdist.parallel.fsdp(model)
-        model.compile(keras.optimizers.Adam(0.01), loss, metrics=[Seen()])
+        optimizer = keras.optimizers.Adam(0.01)
+        if name == "zero":
+            optimizer = tfdist.parallel.zero(optimizer)
+        model.compile(optimizer, loss, metrics=[Seen()])
     callbacks = [
         tfdist.BackupAndRestore(
             root / "backup",

@@ -57,7 +57,8 @@ class Hosts:
 
     def meet(self, generation, *hosts):
         for own, host in enumerate(hosts):
-            self.servers[host].meet([self.address(each) for each in hosts], own, generation)
+            peers = [(f"{each}", self.address(each)) for each in hosts]
+            self.servers[host].meet(peers, own, generation)
 
     def tier(self, host, generation):
         tier = MemoryTier(RUN, generation, self.servers[host].name)
@@ -176,9 +177,9 @@ def test_a_host_without_memory_for_a_copy_is_named_once(hosts, caplog):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         poor = Peers(Holder(), listener, SECRET, available=lambda: 1000)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        addresses = [hosts.address(0), address]
-        hosts.servers[0].meet(addresses, 0, 0)
-        poor.meet(addresses, 1, 0)
+        peers = [("0", hosts.address(0)), ("1", address)]
+        hosts.servers[0].meet(peers, 0, 0)
+        poor.meet(peers, 1, 0)
         tier = hosts.tier(0, 0)
         for step in (1, 2):
             assert tier.put(state(step), (0, step))
@@ -197,6 +198,15 @@ def test_memory_that_another_host_refuses_is_named(hosts, caplog):
         caplog.text
     )
     assert held(hosts, 0, 0) == (1, 100.0)
+
+
+def test_a_copy_goes_to_another_host_than_the_own_one(hosts):
+    """As with `--on`, where each task has a server."""
+    peers = [(host, hosts.address(i)) for i, host in enumerate("aab")]
+    for own, server in enumerate(hosts.servers):
+        server.meet(peers, own, 0)
+    assert put(hosts, 0, 1, [0]) == [True]
+    assert [segments(server.pid) for server in hosts.servers] == [1, 0, 1]
 
 
 def test_memory_is_released_on_all_hosts(hosts):

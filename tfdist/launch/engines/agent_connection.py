@@ -185,12 +185,15 @@ class AgentConnection:
             if reply["type"] == kind:
                 return reply
 
-    def start(self, plan: TaskPlan, tasks_here: int) -> RemoteTask:
+    def start(
+        self, plan: TaskPlan, tasks_here: int, snapshots: Mapping[str, Any] | None = None
+    ) -> RemoteTask:
         """Start a task; see `task_process.Handle`.
 
         Args:
             plan: Plan of the task, with the variables that differ from the agent's environment.
             tasks_here: Number of tasks on the host of the agent.
+            snapshots: Arguments of `SnapshotServer.meet` for the agent's server; None without one.
         """
         self._task = RemoteTask(self, plan)
         if self.lost is None:
@@ -199,6 +202,7 @@ class AgentConnection:
                 argv=list(plan.argv),
                 environ=dict(plan.environ),
                 tasks_here=tasks_here,
+                snapshots=snapshots,
                 journal=self._journal(),
             )
         if self.lost is not None:

@@ -29,11 +29,13 @@ from typing import Any
 
 from tfdist.cluster.addresses import free_ports
 from tfdist.launch.engines.agent_protocol import ORPHAN_S, bytes_of, decode, encode, text_of
+from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.launch.task_plan import SCRIPT_RUNNER, resolve_command
 from tfdist.launch.task_process import stopped_groups
 from tfdist.runtime import launch_protocol
 from tfdist.runtime.guardian import Guardian, kill_group
 from tfdist.runtime.resource_limits import cores
+from tfdist.runtime.snapshot_protocol import is_supported
 
 POLL_S = 0.05
 FORWARD_S = 0.2  # interval at which heartbeats are forwarded
@@ -62,6 +64,7 @@ class Agent:
         self._guardian = guardian
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._task: _Task | None = None
+        self._snapshots: SnapshotServer | None = None  # outlives the tasks
         self._last_order = time.monotonic()
         threading.Thread(target=self._read, args=(orders,), daemon=True).start()
 
@@ -98,6 +101,8 @@ class Agent:
                 self._task = None
         if self._task:
             self._task.end()
+        if self._snapshots:
+            self._snapshots.close()
 
     def _read(self, orders) -> None:
         for line in orders:
@@ -109,10 +114,14 @@ class Agent:
     def _obey(self, order: Mapping[str, Any]) -> None:
         kind = order["type"]
         if kind == "prepare":
-            self._prepare(order["words"], order["directory"])
+            self._prepare(order)
         elif kind == "start" and self._task is None:
+            server = self._snapshots if order["snapshots"] else None
+            if server is not None:
+                server.meet(**order["snapshots"])
             try:
-                self._task = _Task(order, self.send, self._guardian)
+                name = None if server is None else server.name
+                self._task = _Task(order, self.send, self._guardian, name)
             except OSError as error:
                 self.send("refused", text=f"cannot execute {order['argv'][0]!r}: {error.strerror}")
         elif kind == "ping":
@@ -122,8 +131,9 @@ class Agent:
         elif kind == "stacks" and self._task:
             self._task.request_stacks()
 
-    def _prepare(self, words: list[str], directory: str | None) -> None:
+    def _prepare(self, order: Mapping[str, Any]) -> None:
         """Check that the command can run here, and find a free port for its task."""
+        words, directory = order["words"], order["directory"]
         try:
             if directory:
                 os.chdir(directory)
@@ -139,13 +149,24 @@ class Agent:
             argv=list(argv),
             script=digest_of(argv),
             port=free_ports(1, "")[0],
+            snapshot_port=self._snapshot_port(order["address"], order["snapshot_secret"]),
         )
+
+    def _snapshot_port(self, address: str, secret: str) -> int:
+        """Return the port of this agent's snapshot server; 0 if there is none."""
+        if self._snapshots is None and secret and is_supported():
+            # Without it, `memory_freq` has no effect, and a line in the task's log says so.
+            with contextlib.suppress(OSError):
+                self._snapshots = SnapshotServer(address, bytes.fromhex(secret))
+        return 0 if self._snapshots is None else self._snapshots.port
 
 
 class _Task:
     """One task, which leads a process group of its own."""
 
-    def __init__(self, order: Mapping[str, Any], send, guardian: Guardian):
+    def __init__(
+        self, order: Mapping[str, Any], send, guardian: Guardian, snapshot_server: str | None
+    ):
         self._send = send
         self._guardian = guardian
         self._runs_python = tuple(order["argv"][: len(SCRIPT_RUNNER)]) == SCRIPT_RUNNER
@@ -167,6 +188,9 @@ class _Task:
             launch_protocol.PROGRESS_FILE: self._progress_path,
         }
         environ.pop(launch_protocol.TOKEN, None)
+        environ.pop(launch_protocol.SNAPSHOT_SERVER, None)  # of another launch
+        if snapshot_server is not None:
+            environ[launch_protocol.SNAPSHOT_SERVER] = snapshot_server
         self._popen = subprocess.Popen(
             order["argv"],
             env=environ,

@@ -100,6 +100,8 @@ class Fleet:
         interrupted: Function that returns whether the user has ended the launch.
         signalled: Function that gets the number of a signal that the scheduler has sent to an
             agent, to announce the end of the job.
+        snapshot_secret: Secret in hexadecimal digits of the snapshot servers, of which each agent
+            runs one; "" (default) for no servers.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Fleet:
         timeout: float,
         interrupted: Callable[[], bool] = lambda: False,
         signalled: Callable[[int], None] = lambda number: None,
+        snapshot_secret: str = "",
     ):
         self._engine = engine
         self._words = list(words)
@@ -120,6 +123,9 @@ class Fleet:
         self._timeout = timeout
         self._interrupted = interrupted
         self._signalled = signalled
+        self._snapshot_secret = snapshot_secret
+        self._snapshot_servers: list[tuple[str, str]] = []  # host and address, by slot
+        self._attempt = 0
         self._allocates = False  # an engine that gives machines back ends the agents there
         self._agents: dict[Slot, AgentConnection] = {}
         self._slots: list[Slot] = []
@@ -127,11 +133,12 @@ class Fleet:
         self._given_up: set[Slot] = set()  # since the last call of `prepare`
         self._versions: dict[str, dict[str, str]] = {}  # of each host
 
-    def prepare(self, names: Sequence[str]) -> list[Prepared]:
+    def prepare(self, names: Sequence[str], attempt: int = 0) -> list[Prepared]:
         """Make an agent ready for each task of the next attempt.
 
         Args:
             names: Names of the tasks.
+            attempt: Number of the attempt.
 
         Returns:
             One entry per task.
@@ -170,7 +177,13 @@ class Fleet:
             "install the same Python, TensorFlow, Keras and tfdist on all hosts",
         )
         for slot in self._slots:
-            self._agents[slot].send("prepare", words=self._words, directory=self._directory)
+            self._agents[slot].send(
+                "prepare",
+                words=self._words,
+                directory=self._directory,
+                address=slot.address,
+                snapshot_secret=self._snapshot_secret,
+            )
         replies = {slot: self._reply(slot, "prepared", deadline) for slot in self._slots}
         check_same(
             {slot.host: {"script": reply["script"][:12]} for slot, reply in replies.items()},
@@ -178,6 +191,12 @@ class Fleet:
             "copy the same script to all hosts",
         )
         self._by_task = dict(zip(names, self._slots, strict=True))
+        self._attempt = attempt
+        self._snapshot_servers = [
+            (slot.host, join_address(slot.address, reply["snapshot_port"]))
+            for slot, reply in replies.items()
+            if reply.get("snapshot_port")
+        ]
         return [
             Prepared(slot, join_address(slot.address, reply["port"]), tuple(reply["argv"]))
             for slot, reply in replies.items()
@@ -188,7 +207,16 @@ class Fleet:
         slot = self._by_task[plan.name]
         tasks_here = collections.Counter(slot.host for slot in self._slots)[slot.host]
         environ = {**dict(slot.environ), **plan.environ}
-        return self._agents[slot].start(dataclasses.replace(plan, environ=environ), tasks_here)
+        snapshots = None
+        if len(self._snapshot_servers) == len(self._slots):
+            snapshots = {
+                "peers": self._snapshot_servers,
+                "own": self._slots.index(slot),
+                "generation": self._attempt,
+            }
+        return self._agents[slot].start(
+            dataclasses.replace(plan, environ=environ), tasks_here, snapshots
+        )
 
     def give_up(self, name: str) -> str:
         """Give up the slot of a task from the next attempt on, because it is slow there.

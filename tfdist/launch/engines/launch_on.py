@@ -73,6 +73,7 @@ def open_fleet(
     interrupted: Callable[[], bool],
     signalled: Callable[[int], None],
     show_line: Callable[[str], None],
+    snapshot_secret: str = "",
 ) -> Iterator[Fleet | None]:
     """Yield the agents of a launch; None without --on.
 
@@ -84,6 +85,7 @@ def open_fleet(
         interrupted: Function that returns whether the user has ended the launch.
         signalled: Function that gets the number of a signal that the scheduler has sent to a task.
         show_line: Function that shows a line to the user.
+        snapshot_secret: See `Fleet`.
     """
     if not flags.on:
         yield None
@@ -96,6 +98,7 @@ def open_fleet(
         timeout=flags.join_timeout,
         interrupted=interrupted,
         signalled=signalled,
+        snapshot_secret=snapshot_secret,
     )
     with contextlib.closing(fleet):
         yield fleet

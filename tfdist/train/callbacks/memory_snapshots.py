@@ -67,8 +67,8 @@ class MemorySnapshots:
         if server is None:
             logging.warning(
                 "memory_freq: no snapshots in memory, because no process would hold them after "
-                "this one ends: `tfdist launch --restarts` starts one, on Linux, for tasks that "
-                "all run on one host, and with --rendezvous on each host."
+                "this one ends: `tfdist launch --restarts` starts one on each host, on Linux, if "
+                "the hosts can listen at their addresses, but not with --cluster."
             )
             return None
         whole, rows = (MemoryTier(directory, launched.attempt, server) for _ in range(2))

@@ -32,6 +32,8 @@ MAX_PARTS = 1 << 16
 # costs as much as 15 to 20 of these readings, and a short `fit` has two to six.
 UNTRACED = 8
 
+SHORTEST_ROW = 8  # numbers that `all_gather` sends at least
+
 
 class ReplicaState:
     """Collectives of one model outside of its steps.
@@ -442,9 +444,13 @@ def all_gather(
     strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray
 ) -> np.ndarray:
     """Return the float64 numbers of all workers, `[workers, n]`, from each worker's `[n]`."""
+    # A length of its own would cost a trace.
+    length = max(SHORTEST_ROW, 1 << (len(row) - 1).bit_length())
+    padded = tf.constant(np.pad(row, (0, length - len(row))), tf.float64)
     with strategy.tfdist_engine.watchdog.bound():
-        rows = _gather_function(len(row))(strategy, placement, tf.constant(row, tf.float64))
-    return strategy.experimental_local_results(rows)[0].numpy().reshape(placement.workers, -1)
+        rows = _gather_function(length)(strategy, placement, padded)
+    gathered = strategy.experimental_local_results(rows)[0].numpy()
+    return gathered.reshape(placement.workers, length)[:, : len(row)]
 
 
 @functools.cache
