@@ -507,7 +507,10 @@ class Engine(Hooks):
 
     def sync_totals(self, model: keras.Model) -> list:
         """Return the state of the synchronization policy over all replicas."""
-        totals = self._replica_state(model).totals(self.aggregation.variables(model.optimizer))
+        variables = self.aggregation.variables(model.optimizer)
+        if not variables:
+            return []
+        totals = self._replica_state(model).totals(variables)
         # This run and a run that restores these numbers then continue from the same state.
         self.set_sync_totals(model, totals)
         return totals

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat import local_component, metric_variables, metrics_of
+from tfdist.parallel.collectives.group import native_transport
 from tfdist.parallel.placement import Placement
 from tfdist.train.synchronous.assigned_weights import check_equal, weights_among
 from tfdist.train.synchronous.gathered_metrics import is_gathered
@@ -448,14 +449,16 @@ def all_gather(
     length = max(SHORTEST_ROW, 1 << (len(row) - 1).bit_length())
     padded = tf.constant(np.pad(row, (0, length - len(row))), tf.float64)
     with strategy.tfdist_engine.watchdog.bound():
-        rows = _gather_function(length)(strategy, placement, padded)
+        rows = _gather_function(length, native_transport(strategy) is not None)(
+            strategy, placement, padded
+        )
     gathered = strategy.experimental_local_results(rows)[0].numpy()
     return gathered.reshape(placement.workers, length)[:, : len(row)]
 
 
 @functools.cache
-def _gather_function(length: int):
-    """Return the function that gathers rows of this length.
+def _gather_function(length: int, native: bool):
+    """Return the function that gathers rows of this length, by native collectives or TensorFlow's.
 
     There is one function per length, because TensorFlow warns of a function that is traced for many
     shapes.
@@ -501,7 +504,17 @@ def _as_numpy(tensors: Any) -> Any:
 
 
 def _all_sum(x, replicas: int):
-    return x if replicas == 1 else tf.distribute.get_replica_context().all_reduce("SUM", x)
+    """Return the sum over the replicas, by native collectives where there are any.
+
+    TensorFlow's take a millisecond or more for a few numbers.
+    """
+    if replicas == 1:
+        return x
+    context = tf.distribute.get_replica_context()
+    transport = native_transport(context.strategy)
+    if transport is None:
+        return context.all_reduce("SUM", x)
+    return transport.all_reduce([x], "state")[0]
 
 
 def _share_of(variable: keras.Variable, component, replica, replicas: int):
