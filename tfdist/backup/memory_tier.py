@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from absl import logging
@@ -181,16 +181,16 @@ class MemoryTier:
             self._warn(f"{error} Training resumes from {self._directory}.")
         return None
 
-    def pieces(self, parts: int) -> Callable[[str], list[Piece]] | None:
+    def pieces(self, parts: Iterable[int]) -> Callable[[str], list[Piece]] | None:
         """Return a function that finds the sharded variables of the held snapshot by their keys.
 
         Args:
-            parts: Number of parts; all but the first are rows.
+            parts: Indices of parts, which are rows; all but 0 are.
 
         Returns:
             The function; None if a part is missing or damaged.
         """
-        rows = [self.get(part) for part in range(1, parts)]
+        rows = [self.get(part) for part in parts]
         held = [each.snapshot for each in rows if each is not None]
         if len(held) < len(rows):
             return None

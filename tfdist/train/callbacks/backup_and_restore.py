@@ -23,10 +23,10 @@ from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot, arrays_of, numbered
 from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.keras_compat import engine_of, install, pass_counters, set_first_epoch
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE, TRANSIENT_CODE, Launched, note
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.runtime.time_account import time_account
 from tfdist.train.callbacks import log_files, sharded_snapshot
-from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots
+from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots, SnapshotLost
 from tfdist.train.health import preemption
 from tfdist.train.hooks import Hooks, bind
 from tfdist.train.without_strategy import FitWithoutStrategy
@@ -38,12 +38,6 @@ NO_SNAPSHOT = -1  # instead of the number of a snapshot
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # Directories of the fits that this process has completed, and whose last snapshot was kept.
 _completed: set[str] = set()
-
-
-class HostsDisagree(RuntimeError):
-    """Error for hosts that found different snapshots in memory; a restart helps."""
-
-    exit_code = TRANSIENT_CODE
 
 
 class BackupAndRestore(keras.callbacks.BackupAndRestore):
@@ -628,7 +622,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
         Raises:
             ValueError: If a worker found another snapshot than the chief.
-            HostsDisagree: If so, and the snapshot is in memory; it is dropped then.
+            SnapshotLost: If so, and the snapshot is in memory; it is dropped then.
         """
         newest = self._newest
         own = (
@@ -659,7 +653,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             )
             if IN_MEMORY in (chief[0], found[0]):
                 self._end_memory(drop=True)
-                raise HostsDisagree(
+                raise SnapshotLost(
                     f"{difference} The hosts do not reach each other's snapshots in memory: let "
                     "each connect to all ports of the others, and pass its address with --host. "
                     "The next attempt resumes from the disk."
@@ -739,7 +733,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._newest.number != IN_MEMORY:
             return self.store.pieces(snapshot)
         assert self._memory is not None
-        return self._memory.pieces()
+        return self._memory.pieces(self._engine)
 
     def _end_replay(self) -> None:
         self._suspended.end()

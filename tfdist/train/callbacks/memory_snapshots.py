@@ -7,22 +7,30 @@ while the next steps run.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from absl import logging
 
 from tfdist.backup import claim, state
-from tfdist.backup.memory_tier import MemoryTier
+from tfdist.backup.memory_tier import HeldSnapshot, MemoryTier
 from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot
 from tfdist.backup.store import StoredSnapshot
-from tfdist.runtime.launch_protocol import Launched
+from tfdist.runtime.launch_protocol import TRANSIENT_CODE, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.train.hooks import Hooks
 
 IN_MEMORY = -2  # instead of the number of a snapshot
 Position = tuple[int, int]  # epoch, and steps of it that are done
+_LAYOUT = "layout"  # fact of a sharded snapshot: first replica of each part, number of replicas
+
+
+class SnapshotLost(TimeoutError):
+    """Error for a snapshot in memory that cannot be restored; the next attempt uses the disk."""
+
+    exit_code = TRANSIENT_CODE
 
 
 class MemorySnapshots:
@@ -42,8 +50,8 @@ class MemorySnapshots:
         self._threads = concurrent.futures.ThreadPoolExecutor(2, "tfdist-memory")
         self._saving: list[concurrent.futures.Future] = []
         self._is_sharded: bool | None = None
-        self._first_replicas: list[float] | None = None  # of the workers
-        self._pieces: Callable[[str], list[Piece]] | None = None
+        self._known_layout: list[int] | None = None
+        self._held: HeldSnapshot | None = None  # until it is restored
 
     @classmethod
     def open(
@@ -87,19 +95,38 @@ class MemorySnapshots:
         held = self._whole.get() if self._usable else None
         if held is None or (stored is not None and held.at <= _position(stored)):
             return stored
-        self._pieces = self._whole.pieces(held.parts)
-        if self._pieces is None:
-            return stored
+        self._held = held
         return StoredSnapshot(IN_MEMORY, held.snapshot)
 
-    def pieces(self) -> Callable[[str], list[Piece]]:
-        """Return a function that finds the sharded variables of the snapshot by their keys."""
-        assert self._pieces is not None
-        return self._pieces
+    def pieces(self, engine: Hooks) -> Callable[[str], list[Piece]]:
+        """Return a function that finds the sharded variables of the snapshot by their keys.
+
+        All workers call this. If the replicas are those of the snapshot, each reads only its own
+        rows, which its host mostly holds; else all rows.
+
+        Args:
+            engine: Engine of the model's strategy.
+
+        Raises:
+            SnapshotLost: If rows are missing or damaged. The snapshot is dropped then.
+        """
+        assert self._held is not None
+        parts = range(1, self._held.parts)
+        if parts and self._held.snapshot.facts[_LAYOUT] == self._layout(engine):
+            own = self._part(engine)
+            parts = range(own, own + 1)
+        pieces = self._whole.pieces(parts)
+        if pieces is None:
+            self._whole.drop()
+            raise SnapshotLost(
+                "memory_freq: rows of the snapshot in memory are missing or damaged. The next "
+                "attempt resumes from the disk."
+            )
+        return pieces
 
     def restored(self) -> None:
         """Free what was only needed to restore."""
-        self._pieces = None
+        self._held = None
 
     def save_rows(self, model: Any, engine: Hooks, position: Position) -> int:
         """Hand over this worker's rows of sharded variables, once earlier ones are handed over.
@@ -120,13 +147,11 @@ class MemorySnapshots:
         if not self._is_sharded:
             return 1
         rows = state.rows_of_model(model)
-        first = float(engine.replicas()[1])
-        if self._first_replicas is None:
-            self._first_replicas = [numbers[0] for numbers in engine.all_gather([first])]
-        part = 1 + self._first_replicas.index(first)
-        parts = 1 + len(self._first_replicas)
-        snapshot = Snapshot(rows, {"first": int(first)})
-        self._saving.append(self._threads.submit(self._rows.put, snapshot, position, part, parts))
+        parts = len(self._layout(engine))
+        snapshot = Snapshot(rows, {"first": engine.replicas()[1]})
+        self._saving.append(
+            self._threads.submit(self._rows.put, snapshot, position, self._part(engine), parts)
+        )
         return parts
 
     def save(self, snapshot: Snapshot, position: Position, parts: int) -> None:
@@ -137,6 +162,9 @@ class MemorySnapshots:
             position: Epoch, and steps of it that are done.
             parts: Number of its parts, which `save_rows` has returned.
         """
+        if self._known_layout is not None:
+            facts = {**snapshot.facts, _LAYOUT: self._known_layout}
+            snapshot = dataclasses.replace(snapshot, facts=facts)
         self._saving.append(self._threads.submit(self._whole.put, snapshot, position, 0, parts))
 
     def end(self, drop: bool) -> None:
@@ -153,6 +181,21 @@ class MemorySnapshots:
                 self._whole.drop()
             self._whole.close()
             self._rows.close()
+
+    def _layout(self, engine: Hooks) -> list[int]:
+        """Return the first replica of each worker, and the number of replicas.
+
+        All workers make the first call together.
+        """
+        if self._known_layout is None:
+            replicas, first = engine.replicas()
+            rows = engine.all_gather([float(first)])
+            self._known_layout = [*(int(row[0]) for row in rows), replicas]
+        return self._known_layout
+
+    def _part(self, engine: Hooks) -> int:
+        """Return the index of the part that has this worker's rows."""
+        return 1 + self._layout(engine).index(engine.replicas()[1])
 
     def _finish(self) -> None:
         """Wait until the last snapshot is handed over, and raise the error if it failed."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import socket
 import time
 
 import numpy as np
@@ -12,8 +13,9 @@ from tfdist.backup.snapshot import Snapshot
 from tfdist.backup.store import StoredSnapshot
 from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.runtime.launch_protocol import Launched
-from tfdist.runtime.snapshot_protocol import is_supported
-from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots
+from tfdist.runtime.snapshot_protocol import address_of, is_supported
+from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots, SnapshotLost
+from tfdist.train.hooks import Hooks
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="no memfd_create: Linux has it")
 
@@ -33,15 +35,17 @@ def saved(directory, server, launch="launch"):
     launched = Launched(launch=launch, snapshot_server=server.name)
     memory = MemorySnapshots.open(10, directory, launched, True)
     claim.claim(directory, launch, 0)
+    until_it_listens(server)
+    memory.save(state(1, 7), (1, 7), 1)
+    memory.end(drop=False)
+
+
+def until_it_listens(server):
     deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:  # until the server listens
-        memory.save(state(1, 7), (1, 7), 1)
-        memory.end(drop=False)
-        memory = MemorySnapshots.open(10, directory, launched, True)
-        if memory.newest(None) is not None:
-            return
-        time.sleep(0.05)
-    raise AssertionError("nothing was saved")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        while client.connect_ex(address_of(server.name)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def newest(directory, server, launch="launch", stored=None, writes=True):
@@ -77,6 +81,62 @@ def test_snapshot_is_dropped_if_the_directory_was_removed(tmp_path, server):
     saved(directory, server)
     shutil.rmtree(directory)
     assert newest(directory, server) is None
+
+
+class Worker(Hooks):
+    """One of some workers, each with one replica."""
+
+    def __init__(self, rank, workers):
+        self._rank = rank
+        self._workers = workers
+
+    def replicas(self):
+        return self._workers, self._rank
+
+    def all_gather(self, numbers):
+        return [[float(rank)] for rank in range(self._workers)]
+
+
+def rows_of(memory, engine):
+    return [(offset, list(numbers)) for offset, numbers in memory.pieces(engine)("rows")]
+
+
+def test_workers_read_their_rows_or_all_if_their_number_changes(tmp_path, server, monkeypatch):
+    directory = str(tmp_path / "backup")
+    until_it_listens(server)
+    claim.claim(directory, "launch", 0)
+    monkeypatch.setattr(
+        "tfdist.backup.state.rows_of_model", lambda rank: {"rows": np.full([1, 2], float(rank))}
+    )
+    monkeypatch.setattr("tfdist.backup.state.is_sharded", lambda rank: True)
+    launched = Launched(launch="launch", snapshot_server=server.name)
+    saving = [MemorySnapshots.open(10, directory, launched, rank == 0) for rank in range(2)]
+    for rank in range(2):
+        parts = saving[rank].save_rows(rank, Worker(rank, 2), (1, 7))
+    saving[0].save(state(1, 7), (1, 7), parts)
+    for memory in saving:
+        memory.end(drop=False)
+
+    def restoring():
+        memory = MemorySnapshots.open(10, directory, launched, False)
+        assert memory.newest(None).number == IN_MEMORY
+        return memory
+
+    memory = restoring()
+    assert rows_of(memory, Worker(1, 2)) == [(2, [1.0, 1.0])]
+    memory.end(drop=False)
+    memory = restoring()
+    assert rows_of(memory, Worker(0, 1)) == [(0, [0.0, 0.0]), (2, [1.0, 1.0])]
+    memory.end(drop=False)
+    memory = restoring()
+    monkeypatch.setattr("tfdist.backup.snapshot.VERSION", 99)  # as good as damaged
+    with pytest.raises(SnapshotLost, match="The next attempt resumes from the disk"):
+        memory.pieces(Worker(0, 2))
+    monkeypatch.undo()
+    memory.end(drop=False)
+    memory = MemorySnapshots.open(10, directory, launched, False)
+    assert memory.newest(None) is None
+    memory.end(drop=False)
 
 
 def test_missing_server_is_named(tmp_path, caplog):
