@@ -44,9 +44,10 @@ INTERVAL = 10
 # Model's snapshot in MB, 0 for the CNN; workers; kinds of saves with their intervals.
 SETUPS = (
     (0, 1, (("pause", 10), ("disk", 10), ("memory", 10), ("both", 10), ("memory", 2))),
-    (0, 2, (("pause", 10), ("disk", 10), ("memory", 10), ("both", 10))),
+    (0, 2, (("pause", 10), ("disk", 10), ("memory", 10), ("copied", 10), ("both", 10))),
     (3, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
     (50, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
+    (50, 2, (("pause", 10), ("disk", 10), ("memory", 10), ("copied", 10))),
     (500, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
 )
 TITLES = {
@@ -54,8 +55,10 @@ TITLES = {
     "pause": "pauses every {}, without a save",
     "disk": "on the disk every {}",
     "memory": "in memory every {}",
+    "copied": "in memory every {}, and copied to a second host",
     "both": "in memory every {}, on the disk every 10th of these",
 }
+SECRET = b"of the benchmark"
 COST = 0.02  # share of a step's time in which training stands still
 Kind = tuple[str, int]
 Costs = dict[Kind, list[Cost]]
@@ -67,6 +70,13 @@ def measure(megabytes: int, workers: int, kinds: list[Kind], args: argparse.Name
     with contextlib.ExitStack() as stack:
         directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="snap-")))
         server = stack.enter_context(contextlib.closing(SnapshotServer()))
+        hosts = [
+            stack.enter_context(contextlib.closing(SnapshotServer("127.0.0.1", SECRET)))
+            for _ in range(workers)
+        ]
+        peers = [(f"{i}", f"127.0.0.1:{host.port}") for i, host in enumerate(hosts)]
+        for i, host in enumerate(hosts):
+            host.meet(peers, i, 0)
         team = Processes(f"{workers} workers", directory, args.timeout)
         stack.callback(team.end)
         cluster = ClusterSpec.local(workers)
@@ -75,6 +85,7 @@ def measure(megabytes: int, workers: int, kinds: list[Kind], args: argparse.Name
                 cluster.for_task("worker", rank),
                 args.cores[rank::workers],
                 server.name,
+                hosts[rank].name,
                 str(directory),
                 megabytes,
                 STEPS,

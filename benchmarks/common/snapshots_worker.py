@@ -22,7 +22,8 @@ class Job:
     Attributes:
         cluster: Cluster and place of the worker there.
         cores: Cores that it may use.
-        server: Name of the snapshot server.
+        server: Name of the snapshot server of all workers.
+        host_server: Name of that of a host which has this worker only.
         directory: Directory that all workers share.
         megabytes: Size of a snapshot, or 0 for the CNN of configs/digits.py.
         steps: Steps of an epoch.
@@ -32,6 +33,7 @@ class Job:
     cluster: ClusterSpec
     cores: list[int]
     server: str
+    host_server: str
     directory: str
     megabytes: int
     steps: int
@@ -58,11 +60,11 @@ class Cost:
 def serve(job: Job) -> tuple[int, Callable[[str, int, int], Cost]]:
     """Return the parameter count, and a function that measures a kind of saves.
 
-    The function takes the kind ("none", "pause", "disk", "memory" or "both"), the interval in
-    steps, and a number of epochs.
+    The function takes the kind ("none", "pause", "disk", "memory", "copied" or "both"), the
+    interval in steps, and a number of epochs.
     """
     os.sched_setaffinity(0, job.cores)  # before any framework counts cores and makes threads
-    os.environ |= {SNAPSHOT_SERVER: job.server, LAUNCH: "benchmark"}
+    os.environ[LAUNCH] = "benchmark"
     import keras
 
     import tfdist
@@ -110,12 +112,14 @@ def serve(job: Job) -> tuple[int, Callable[[str, int, int], Cost]]:
         nonlocal fits, pauses_only
         fits += 1
         pauses_only = kind == "pause"
+        os.environ[SNAPSHOT_SERVER] = job.host_server if kind == "copied" else job.server
         clock = Clock()
         where = os.path.join(job.directory, f"backup-{fits}")
         options = {
             "disk": {"save_freq": interval},
             "pause": {"save_freq": NEVER, "memory_freq": interval},
             "memory": {"save_freq": NEVER, "memory_freq": interval},
+            "copied": {"save_freq": NEVER, "memory_freq": interval},
             "both": {"save_freq": 10 * interval, "memory_freq": interval},
         }
         backups = [tfdist.BackupAndRestore(where, **options[kind])] if kind in options else []

@@ -12,7 +12,9 @@ import json
 import math
 import mmap
 import os
+import re
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,7 +34,9 @@ from tfdist.runtime.snapshot_protocol import (
 )
 
 PARTS_S = 15.0  # for the other workers to hand over their parts of a snapshot
-COPY_BYTES_PER_S = 1 << 24  # at least, to another host
+COPY_BYTES_PER_S = 1 << 26  # at least, to another host
+LATE_S = 2.0  # for the server to say what it waited for
+SUCCESSOR_S = 3.0  # for a server that was killed to have a successor
 SEGMENTS = 2  # one that the server holds, and one to write the next snapshot into
 _PIECES = 512  # at most 1024 in a call of the system
 _ROUND = 1 << 20  # bytes: a history that grows needs no new memory at each save
@@ -43,14 +47,19 @@ class HeldSnapshot:
     """Snapshot that the server holds, or one part of it.
 
     Attributes:
-        at: Epoch, and steps of it that are done.
+        position: Attempt of the launch, epoch, and steps of it that are done.
         parts: Number of its parts.
         snapshot: The content.
     """
 
-    at: tuple[int, int]
+    position: tuple[int, int, int]
     parts: int
     snapshot: Snapshot
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Return the epoch, and the steps of it that are done."""
+        return self.position[1:]
 
 
 class MemoryTier:
@@ -83,7 +92,14 @@ class MemoryTier:
         self._warned: str | None = None
         self._given_up = False
 
-    def put(self, snapshot: Snapshot, at: Sequence[int], part: int = 0, parts: int = 1) -> bool:
+    def put(
+        self,
+        snapshot: Snapshot,
+        at: Sequence[int],
+        part: int = 0,
+        parts: int = 1,
+        largest: int = 0,
+    ) -> bool:
         """Hand over a snapshot, and wait until all its parts are there.
 
         Args:
@@ -91,6 +107,7 @@ class MemoryTier:
             at: Epoch, and steps of it that are done.
             part: Index of the part.
             parts: Number of parts, each of which another worker may hand over.
+            largest: Bytes of the largest part, default those of this one.
 
         Returns:
             Whether the server holds it now.
@@ -102,7 +119,7 @@ class MemoryTier:
             return False
         pieces = list(pack(snapshot))
         size = sum(map(len, pieces))
-        seconds = PARTS_S + size / COPY_BYTES_PER_S
+        seconds = PARTS_S + max(size, largest) / COPY_BYTES_PER_S
         message = {
             "put": self._directory,
             "attempt": self._attempt,
@@ -113,9 +130,7 @@ class MemoryTier:
             "seconds": seconds,
         }
         try:
-            segment = self._free_segment(size)
-            segment.write(pieces)
-            answer, _ = self._ask(message, segment.descriptor, seconds)
+            answer = self._hand_over(message, pieces, seconds)
         except _TooLittleMemory as error:
             self._give_up(str(error))
             return False
@@ -126,8 +141,6 @@ class MemoryTier:
             )
             return False
         except OSError as error:
-            # The server may hold either segment, so that neither can be written again.
-            self._close_segments()
             self._warn(
                 f"the snapshot server does not answer ({error}). Snapshots in {self._directory} "
                 "are written as before; each save tries again to hold one in memory."
@@ -151,6 +164,25 @@ class MemoryTier:
             self._warned = None
         return True
 
+    def _hand_over(
+        self, message: dict[str, Any], pieces: Sequence[bytes | memoryview], seconds: float
+    ) -> dict[str, Any]:
+        """Write a part into shared memory and send it; return the server's answer."""
+        limit = time.monotonic() + SUCCESSOR_S
+        while True:
+            segment = self._free_segment(message["size"])
+            segment.write(pieces)
+            try:
+                return self._ask(message, segment.descriptor, seconds + LATE_S)[0]
+            except TimeoutError:
+                raise
+            except OSError:
+                # The server may hold either segment, so that neither can be written again.
+                self._close_segments()
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.1)
+
     def get(self, part: int = 0) -> HeldSnapshot | None:
         """Return the newest complete snapshot that the server holds, or None.
 
@@ -169,9 +201,9 @@ class MemoryTier:
                 content = mmap.mmap(descriptor, answer["size"], prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
-            epoch, step = answer["at"]
+            attempt, epoch, step = answer["position"]
             snapshot = unpack(content, f"{self._directory} (snapshot in memory)")
-            return HeldSnapshot((epoch, step), answer["parts"], snapshot)
+            return HeldSnapshot((attempt, epoch, step), answer["parts"], snapshot)
         except OSError as error:
             self._warn(
                 f"the snapshot server does not answer ({error}). Training resumes from "
@@ -181,17 +213,24 @@ class MemoryTier:
             self._warn(f"{error} Training resumes from {self._directory}.")
         return None
 
-    def pieces(self, parts: Iterable[int]) -> Callable[[str], list[Piece]] | None:
+    def pieces(
+        self, whole: HeldSnapshot, parts: Iterable[int]
+    ) -> Callable[[str], list[Piece]] | None:
         """Return a function that finds the sharded variables of the held snapshot by their keys.
 
         Args:
-            parts: Indices of parts, which are rows; all but 0 are.
+            whole: Part 0 of the snapshot.
+            parts: Indices of other parts, which are rows.
 
         Returns:
             The function; None if a part is missing or damaged.
         """
         rows = [self.get(part) for part in parts]
-        held = [each.snapshot for each in rows if each is not None]
+        held = [
+            each.snapshot
+            for each in rows
+            if each is not None and (each.position, each.parts) == (whole.position, whole.parts)
+        ]
         if len(held) < len(rows):
             return None
 
@@ -277,8 +316,9 @@ class MemoryTier:
         self._segments.clear()
 
     def _warn(self, text: str) -> None:
-        if self._warned != text:
-            self._warned = text
+        known = re.sub(r"\d[\d.]*", "", text)  # the memory that is available changes
+        if self._warned != known:
+            self._warned = known
             logging.warning("memory_freq: %s", text)
 
 

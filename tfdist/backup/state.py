@@ -6,6 +6,7 @@ for itself, such as metrics in the middle of an epoch, are not part of this stat
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,6 +79,15 @@ def of_model(
 def is_sharded(model: keras.Model) -> bool:
     """Return whether replicas hold rows of a variable of the model or its optimizer."""
     return any(shards.is_sharded(v) for v in _variables(model).values())
+
+
+def unsharded_bytes(model: keras.Model) -> int:
+    """Return the bytes of the variables of which each process has all of a model's."""
+    return sum(
+        math.prod(v.shape) * tf.as_dtype(v.dtype).size
+        for v in _variables(model).values()
+        if not shards.is_sharded(v)
+    )
 
 
 def rows_of_model(model: keras.Model) -> dict[str, np.ndarray]:

@@ -186,7 +186,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             lambda: supervisor.interrupted,
             lambda number: interrupt(number),
             console.notice,
-            snapshot_secret=shared.hex() if restarts else "",
+            snapshot_secret=_snapshot_secret(shared) if restarts else "",
         ) as fleet,
     ):
         supervisor = Supervisor(
@@ -249,6 +249,15 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     return code
 
 
+def _snapshot_secret(token: bytes) -> str:
+    """Return the secret of the snapshot servers in hexadecimal digits.
+
+    Args:
+        token: Secret of the launch.
+    """
+    return agent.derive_task_secret(token, "snapshot servers")
+
+
 @contextlib.contextmanager
 def _snapshot_server(host: str, token: bytes, console: Console) -> Iterator[SnapshotServer | None]:
     """Run the process that holds snapshots in memory.
@@ -258,14 +267,14 @@ def _snapshot_server(host: str, token: bytes, console: Console) -> Iterator[Snap
         token: Secret of the launchers.
         console: Console for messages to the user.
     """
-    secret = bytes.fromhex(agent.derive_task_secret(token, "snapshot servers")) if host else b""
     try:
-        server = SnapshotServer(host, secret)
+        server = SnapshotServer(host, bytes.fromhex(_snapshot_secret(token)) if host else b"")
     except OSError as error:
+        address = f"listen at {host}" if host else "be started"
+        remedy = "; expected an address of this host (--host)" if host else ""
         console.notice(
             f"tfdist: no snapshots in memory (memory_freq): the process that would hold them "
-            f"cannot listen at {host} ({error.strerror or error}); expected an address of this "
-            "host (--host)"
+            f"cannot {address} ({error.strerror or error}){remedy}"
         )
         yield None
         return
@@ -299,12 +308,8 @@ def _launch_hosts(
     def plan_start(start: Start, spec: ClusterSpec):
         server = snapshots if start.snapshot_servers else None
         if server is not None:
-            # Each launcher counts as a host of its own.
-            server.meet(
-                [(f"{i}", each) for i, each in enumerate(start.snapshot_servers)],
-                start.host,
-                start.generation,
-            )
+            peers = [(each.rpartition(":")[0], each) for each in start.snapshot_servers]
+            server.meet(peers, start.index, start.generation)
         return plan(
             spec,
             spec.tasks[start.first : start.first + start.count],

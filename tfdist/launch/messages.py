@@ -68,7 +68,7 @@ class Start:
         count: Number of workers that this host runs, from there.
         snapshot_servers: Address of each host's snapshot server as "host:port"; empty if one of the
             hosts has none.
-        host: Index of this host's.
+        index: Index of this host's server.
     """
 
     generation: int
@@ -77,7 +77,7 @@ class Start:
     first: int
     count: int
     snapshot_servers: tuple[str, ...] = ()
-    host: int = 0
+    index: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ class _Snapshot:
 class Holder:
     """Snapshots of each directory, by position.
 
-    The newest complete snapshot is held, and newer ones whose parts arrive. A complete snapshot
-    releases the older ones. Any thread may call any method.
+    Whoever learns that a snapshot is complete releases the older ones by `complete`. Newer ones,
+    whose parts arrive, are held beside it. Any thread may call any method.
     """
 
     def __init__(self) -> None:
@@ -107,6 +107,14 @@ class Holder:
         with self._lock:
             for snapshot in self._runs.pop(run, {}).values():
                 snapshot.release()
+
+    def clear(self) -> None:
+        """Release all snapshots, and forget the attempts."""
+        with self._lock:
+            runs = list(self._runs)
+            self._attempts.clear()
+        for run in runs:
+            self.drop(run)
 
     def _add(
         self, run: str, position: Position, parts: int, part: int, descriptor: int, size: int

@@ -3,12 +3,13 @@
 The server of each host listens at a TCP port. A connection is authenticated, and serves one
 request, in the order of a save and of a restart:
 
-    copy     A part that a process of the sender's host has handed over goes to the next host, so
-             that it survives the loss of one host.
-    stored   The first host counts the parts that are stored, and answers when all are.
-    list     Which parts a host holds.
-    fetch    One part.
-    drop     A host releases what it holds of a directory.
+    copy      A part that a process of the sender's host has handed over goes to another host, so
+              that it survives the loss of one host.
+    stored    The first server counts the parts that are stored, and answers when all are.
+    complete  The first server tells all that a snapshot is complete: they release older ones.
+    list      Which parts a server holds.
+    fetch     One part.
+    drop      A server releases what it holds of a directory.
 
 All name the generation of the launch, so that a host which the others have given up changes nothing
 any more.
@@ -17,6 +18,7 @@ any more.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -32,7 +34,9 @@ from tfdist.runtime.formatting import format_bytes
 HANDSHAKES = 64  # maximum at the same time
 GENERATION_S = 10.0  # for the launcher of a host to tell its server of a generation
 STALL_S = 10.0  # without a byte, or without an answer to a request
+TELL_S = 2.0  # for all servers to answer that they know of a complete snapshot
 RETRY_S = 0.2
+TRIES = 3  # requests for what a server holds
 NO_COPY_S = 60.0  # without copies after one that failed: each might take as long to fail
 STORED = b"\1"  # the answer to a part that has arrived
 _CHUNK = 1 << 20
@@ -40,6 +44,54 @@ _CHUNK = 1 << 20
 
 class Refused(OSError):
     """Error for a request that another host's server has refused; it says why."""
+
+
+class Over(Refused):
+    """Error for a generation that is over.
+
+    Attributes:
+        generation: The present one.
+    """
+
+    def __init__(self, generation: int, present: int):
+        super().__init__(f"generation {generation} is over")
+        self.generation = present
+
+
+@dataclasses.dataclass
+class _Generation:
+    """Servers of a generation; see `Peers.meet`.
+
+    Attributes:
+        neighbour: Address of the server that gets copies; None without another host.
+        problem: Reason why the last copy failed.
+        next_copy: Time on the monotonic clock at which the next copy is tried.
+    """
+
+    number: int
+    addresses: list[str]
+    own: int
+    neighbour: str | None
+    problem: str = ""
+    next_copy: float = 0.0
+
+    @property
+    def others(self) -> list[str]:
+        """Return the addresses of the other servers, beginning after the own one."""
+        return [*self.addresses[self.own + 1 :], *self.addresses[: self.own]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The newest snapshot that all servers hold together.
+
+    Attributes:
+        position: Its position.
+        where: Addresses of the servers that hold each part; "" is this one, and comes first.
+    """
+
+    position: Position
+    where: dict[int, list[str]]
 
 
 class Peers:
@@ -62,18 +114,14 @@ class Peers:
         self._holder = holder
         self._secret = secret
         self._available = available
-        self._changed = threading.Condition()  # guards the attributes below
-        self._generation = -1
-        self._addresses: list[str] = []
-        self._own = 0
-        self._neighbour: str | None = None  # address of the server that gets copies
-        self._problem = ""  # with the last copy
-        self._next_copy = 0.0  # time on the monotonic clock
-        self._stored: dict[tuple[str, Position], set[int]] = {}  # parts; on the first host
-        # The newest snapshots, as long as no process of the generation has saved.
-        self._found: dict[str, tuple[Position, dict[int, str]] | None] = {}
+        self._changed = threading.Condition()  # guards the attributes up to the empty line
+        self._generation = _Generation(-1, [], 0, None)
+        self._stored: dict[tuple[str, Position], set[int]] = {}  # parts; on the first server
+        self._found: dict[str, Found | None] = {}  # until something changes
+        self._changes = 0
+
         self._pending = PendingConnections(HANDSHAKES)
-        self._fetching = threading.Lock()  # two processes of this host may want the same part
+        self._finding = threading.Lock()  # the processes of this host want the same at one time
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def meet(self, peers: Sequence[tuple[str, str]], own: int, generation: int) -> None:
@@ -83,25 +131,33 @@ class Peers:
             peers: All servers of the generation: name of the host, and address as "host:port". A
                 host may have several.
             own: Index of this server.
-            generation: Number of the generation.
+            generation: Number of the generation. A lower one than before belongs to another launch,
+                and releases all snapshots.
         """
-        hosts = [host for host, _ in peers]
+        addresses = [address for _, address in peers]
+        following = [*range(own + 1, len(peers)), *range(own)]
+        elsewhere = [addresses[each] for each in following if peers[each][0] != peers[own][0]]
         with self._changed:
-            self._addresses = [address for _, address in peers]
-            self._own = own
-            following = [*range(own + 1, len(peers)), *range(own)]
-            self._neighbour = next(
-                (self._addresses[each] for each in following if hosts[each] != hosts[own]), None
+            if generation < self._generation.number:
+                self._holder.clear()
+            self._generation = _Generation(
+                generation, addresses, own, elsewhere[0] if elsewhere else None
             )
-            self._problem = ""
-            self._next_copy = 0.0
-            self._generation = generation
             self._stored.clear()
-            self._found.clear()
+            self._note_change()
             self._changed.notify_all()
 
+    def check(self, generation: int) -> None:
+        """Wait until the launcher has told of a generation.
+
+        Raises:
+            Over: If a later one has begun.
+            TimeoutError: If it does not begin within a bound.
+        """
+        self._at(generation)
+
     def share(self, run: str, position: Position, part: int, seconds: float) -> str:
-        """Copy a part of this host to the next one, and wait until all parts are stored.
+        """Copy a part of this host to another one, and wait until all parts are stored.
 
         Args:
             run: Directory of the snapshots.
@@ -116,128 +172,117 @@ class Peers:
             OSError: If the snapshot did not become complete.
         """
         limit = time.monotonic() + seconds
-        addresses, _ = self._at(position[0])
-        self._found.pop(run, None)
-        neighbour = self._neighbour
-        if neighbour is not None and time.monotonic() >= self._next_copy:
+        generation = self._at(position[0])
+        problem = generation.problem
+        if generation.neighbour is not None and time.monotonic() >= generation.next_copy:
+            problem = ""
             try:
-                self._copy(neighbour, run, position, part)
-                self._problem = ""
+                self._copy(generation.neighbour, run, position, part)
             except (OSError, ValueError) as error:
-                self._problem = f"{neighbour}: {error}"
-                self._next_copy = time.monotonic() + NO_COPY_S
+                problem = f"{generation.neighbour}: {error}"
+                generation.next_copy = time.monotonic() + NO_COPY_S
+            generation.problem = problem or generation.problem
         parts, _ = self._holder.inventory(run).get(position, (0, []))
-        while True:
-            left = limit - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"not all parts were stored within {seconds:g} s")
+        while (left := limit - time.monotonic()) > 0:
+            message = self._message("stored", run, position, parts=parts, part=part, seconds=left)
             try:
-                message = {
-                    "do": "stored",
-                    "generation": position[0],
-                    "run": run,
-                    "position": position,
-                    "parts": parts,
-                    "part": part,
-                    "seconds": left,
-                }
-                with self._request(addresses[0], message, left + 1.0) as (answer, _):
+                with self._request(generation.addresses[0], message, left + 1.0) as (answer, _):
                     if answer["complete"]:
-                        return self._problem
+                        return problem
             except Refused:
                 raise
             except OSError:  # its server may have been killed, and have a successor
                 time.sleep(min(RETRY_S, left))
+        raise TimeoutError(f"not all parts of a snapshot were stored within {seconds:.3g} s")
 
-    def newest(self, run: str, generation: int) -> tuple[Position, dict[int, str]] | None:
-        """Return the newest snapshot whose parts are all held by some host, and where each is.
-
-        Call it before any process of the generation saves.
+    def newest(self, run: str, generation: int) -> Found | None:
+        """Return the newest snapshot whose parts are all held by some server, or None.
 
         Args:
             run: Directory of the snapshots.
             generation: Number of the generation.
-
-        Returns:
-            Position, and the address of a server for each part; "" for this host. None if there is
-            no such snapshot.
         """
-        addresses, own = self._at(generation)
-        if run in self._found:
-            return self._found[run]
-        found: dict[Position, tuple[int, dict[int, str]]] = {}
-        all_answered = True
-
-        def add(address: str, position: Position, parts: int, held: Sequence[int]) -> None:
-            _, where = found.setdefault(position, (parts, {}))
-            for part in held:
-                where.setdefault(part, address)
-
-        for position, (parts, held) in self._holder.inventory(run).items():
-            add("", position, parts, held)
-        for address in [*addresses[:own], *addresses[own + 1 :]]:
+        with self._finding:
+            known = self._at(generation)
+            with self._changed:
+                changes = self._changes
+                if run in self._found:
+                    return self._found[run]
+            found: dict[Position, tuple[int, dict[int, list[str]]]] = {}
             message = {"do": "list", "generation": generation, "run": run}
-            try:
-                with self._request(address, message) as (answer, _):
-                    for position, parts, held in answer["held"]:
-                        add(address, _position(position), parts, held)
-            except (OSError, LookupError, TypeError, ValueError):
-                all_answered = False
-        whole = [position for position, (parts, where) in found.items() if len(where) == parts]
-        result = (max(whole), found[max(whole)][1]) if whole else None
-        if all_answered:
-            self._found[run] = result
-        return result
+            for address in ["", *known.others]:
+                held = self._ask(address, message) if address else self._list(message)["held"]
+                for position, parts, indices in held:
+                    _, where = found.setdefault(_position(position), (parts, {}))
+                    for part in indices:
+                        where.setdefault(part, []).append(address)
+            whole = [each for each, (parts, where) in found.items() if len(where) == parts]
+            result = Found(max(whole), found[max(whole)][1]) if whole else None
+            with self._changed:
+                if changes == self._changes:
+                    self._found[run] = result
+            return result
 
-    def fetch(self, address: str, run: str, position: Position, part: int, parts: int) -> None:
-        """Make this host hold a part that another one holds.
+    def fetch(self, run: str, found: Found, part: int) -> None:
+        """Make this host hold a part of a snapshot.
 
         Args:
-            address: Address of the other host's server.
             run: Directory of the snapshots.
-            position: Position of the snapshot.
+            found: The snapshot.
             part: Index of the part.
-            parts: Number of its parts.
 
         Raises:
             OSError: If it cannot be had.
         """
-        with self._fetching:
-            if (held := self._holder.get(run, position, part)) is not None:
+        with self._finding:
+            if (held := self._holder.get(run, found.position, part)) is not None:
                 os.close(held[0])
                 return
-            message = {
-                "do": "fetch",
-                "generation": self._generation,
-                "run": run,
-                "position": position,
-                "part": part,
-            }
-            with (
-                self._request(address, message) as (answer, channel),
-                channel.detach() as connection,
-            ):
-                descriptor = _receive(connection, answer["size"])
-            self._holder.add_copy(run, position, parts, part, descriptor, answer["size"])
+            message = self._message("fetch", run, found.position, part=part)
+            message["generation"] = self._generation.number
+            problem = OSError("no server holds it")
+            for address in filter(None, found.where.get(part, [])):
+                try:
+                    with self._request(address, message) as (answer, channel):
+                        self._check_memory(answer["size"])
+                        with channel.detach() as connection:
+                            descriptor = _receive(connection, answer["size"])
+                    self._holder.add_copy(
+                        run, found.position, len(found.where), part, descriptor, answer["size"]
+                    )
+                    return
+                except OSError as error:
+                    problem = error
+            raise problem
 
     def drop(self, run: str) -> None:
-        """Make all hosts release what they hold of a run."""
+        """Make all servers release what they hold of a run."""
         self._drop(run)
-        addresses, own = self._at(self._generation)
-        message = {"do": "drop", "generation": self._generation, "run": run}
-        for address in [*addresses[:own], *addresses[own + 1 :]]:
-            with contextlib.suppress(OSError), self._request(address, message):
-                pass
+        generation = self._generation
+        self._tell(
+            generation.others, {"do": "drop", "generation": generation.number, "run": run}, STALL_S
+        )
 
     # --- As a client ------------------------------------------------------------------------------
-    def _at(self, generation: int) -> tuple[list[str], int]:
-        """Return the addresses of a generation and the own index, once the launcher told them."""
+    def _at(self, generation: int) -> _Generation:
+        """Return a generation once the launcher has told of it."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._generation >= generation, GENERATION_S):
+            if not self._changed.wait_for(
+                lambda: self._generation.number >= generation, GENERATION_S
+            ):
                 raise TimeoutError(f"the launcher did not begin generation {generation}")
-            if self._generation > generation:
-                raise Refused(f"generation {generation} is over")
-            return self._addresses, self._own
+            if self._generation.number > generation:
+                raise Over(generation, self._generation.number)
+            return self._generation
+
+    def _note_change(self) -> None:
+        """Forget what was found; called with the lock."""
+        self._changes += 1
+        self._found.clear()
+
+    @staticmethod
+    def _message(do: str, run: str, position: Position, **facts: Any) -> dict[str, Any]:
+        return {"do": do, "generation": position[0], "run": run, "position": position, **facts}
 
     @contextlib.contextmanager
     def _request(
@@ -253,38 +298,58 @@ class Peers:
                 raise Refused(str(answer["refused"]))
             yield answer, channel
 
+    def _ask(self, address: str, message: Mapping[str, Any]) -> list:
+        """Return what a server holds; nothing if it does not answer."""
+        for _ in range(TRIES):
+            try:
+                with self._request(address, message) as (answer, _):
+                    return answer["held"]
+            except OSError:
+                time.sleep(RETRY_S)
+        return []
+
+    def _tell(self, addresses: Sequence[str], message: Mapping[str, Any], seconds: float) -> None:
+        """Send a request to several servers at the same time; wait for the answers for a time."""
+
+        def tell(address: str) -> None:
+            with contextlib.suppress(OSError), self._request(address, message):
+                pass
+
+        threads = [
+            threading.Thread(target=tell, args=(address,), daemon=True) for address in addresses
+        ]
+        for thread in threads:
+            thread.start()
+        limit = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, limit - time.monotonic()))
+
     def _copy(self, address: str, run: str, position: Position, part: int) -> None:
+        parts, _ = self._holder.inventory(run).get(position, (0, []))
         held = self._holder.get(run, position, part)
         if held is None:
-            raise Refused("it was released meanwhile")
+            raise Refused("the part was released meanwhile")
         descriptor, size = held
-        parts, _ = self._holder.inventory(run)[position]
-        with open(descriptor, "rb") as file:
-            message = {
-                "do": "copy",
-                "generation": position[0],
-                "run": run,
-                "position": position,
-                "parts": parts,
-                "part": part,
-                "size": size,
-            }
-            with self._request(address, message) as (_, channel), channel.detach() as connection:
-                connection.settimeout(STALL_S)
-                connection.sendfile(file, 0, size)
-                if connection.recv(1) != STORED:
-                    raise Refused("it ended before the copy was complete")
+        message = self._message("copy", run, position, parts=parts, part=part, size=size)
+        with (
+            open(descriptor, "rb") as file,
+            self._request(address, message) as (_, channel),
+            channel.detach() as connection,
+        ):
+            connection.settimeout(STALL_S)
+            connection.sendfile(file, 0, size)
+            if connection.recv(1) != STORED:
+                raise Refused("the host ended before it had the whole copy")
 
     # --- As a server ------------------------------------------------------------------------------
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 connection, address = listener.accept()
-            except OSError:
-                time.sleep(RETRY_S)  # no descriptors are left
-                continue
-            self._pending.add(connection, address[0])
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                self._pending.add(connection, address[0])
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # no descriptors or threads are left
+                time.sleep(RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -302,32 +367,30 @@ class Peers:
                 return
             try:
                 self._at(message["generation"])
-            except OSError as error:
+                if message["do"] == "copy":
+                    self._take_copy(channel, message)
+                elif message["do"] == "fetch":
+                    self._give(channel, message)
+                else:
+                    answers = {
+                        "stored": self._count,
+                        "complete": self._complete,
+                        "list": self._list,
+                        "drop": lambda message: self._drop(message["run"]),
+                    }
+                    channel.send(answers[message["do"]](message) or {})
+            except Refused as error:
                 channel.send({"refused": str(error)})
-                return
-            answer = {
-                "copy": self._take_copy,
-                "stored": self._count,
-                "list": self._list,
-                "fetch": self._give,
-                "drop": lambda channel, message: self._drop(message["run"]),
-            }[message["do"]](channel, message)
-            if message["do"] in ("stored", "list", "drop"):
-                channel.send(answer or {})
 
     def _take_copy(self, channel: json_channel.Channel, message: dict[str, Any]) -> None:
         size = message["size"]
-        available = self._available()
-        if available is not None and available < 2 * size:
-            reason = f"{format_bytes(available)} of memory is available, and a copy needs "
-            channel.send({"refused": reason + format_bytes(2 * size)})
-            return
+        self._check_memory(size)
         channel.send({})
         with channel.detach() as connection:
             descriptor = _receive(connection, size)
             run, position = message["run"], _position(message["position"])
             with self._changed:
-                if self._generation != message["generation"]:
+                if self._generation.number != message["generation"]:
                     os.close(descriptor)
                     return
                 self._holder.add_copy(
@@ -335,25 +398,34 @@ class Peers:
                 )
             connection.sendall(STORED)
 
-    def _count(self, channel: json_channel.Channel, message: dict[str, Any]) -> dict[str, Any]:
+    def _count(self, message: dict[str, Any]) -> dict[str, Any]:
         run, position = message["run"], _position(message["position"])
         with self._changed:
             stored = self._stored.setdefault((run, position), set())
             stored.add(message["part"])
-            if len(stored) == message["parts"]:
+            is_last = len(stored) == message["parts"]
+            generation = self._generation
+        if is_last:
+            told = self._message("complete", run, position)
+            self._complete(told)
+            self._tell(generation.others, told, TELL_S)
+        with self._changed:
+            if is_last:
+                stored.add(-1)  # the others have been told
                 for older in [key for key in self._stored if key[0] == run and key[1] < position]:
                     del self._stored[older]
                 self._changed.notify_all()
             self._changed.wait_for(
-                lambda: (
-                    len(stored) == message["parts"] or self._generation != message["generation"]
-                ),
-                message["seconds"],
+                lambda: -1 in stored or self._generation is not generation, message["seconds"]
             )
-            complete = len(stored) == message["parts"]
-        return {"complete": complete}
+            return {"complete": -1 in stored}
 
-    def _list(self, channel: json_channel.Channel, message: dict[str, Any]) -> dict[str, Any]:
+    def _complete(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            self._note_change()
+        self._holder.complete(message["run"], _position(message["position"]))
+
+    def _list(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "held": [
                 [position, parts, held]
@@ -364,8 +436,7 @@ class Peers:
     def _give(self, channel: json_channel.Channel, message: dict[str, Any]) -> None:
         held = self._holder.get(message["run"], _position(message["position"]), message["part"])
         if held is None:
-            channel.send({"refused": "it does not hold this part any more"})
-            return
+            raise Refused("it does not hold this part any more")
         descriptor, size = held
         with open(descriptor, "rb") as file:
             channel.send({"size": size})
@@ -375,10 +446,18 @@ class Peers:
 
     def _drop(self, run: str) -> None:
         with self._changed:
-            self._found.pop(run, None)
+            self._note_change()
             for key in [key for key in self._stored if key[0] == run]:
                 del self._stored[key]
         self._holder.drop(run)
+
+    def _check_memory(self, size: int) -> None:
+        available = self._available()
+        if available is not None and available < 2 * size:
+            raise Refused(
+                f"{format_bytes(available)} of memory is available, and a copy needs "
+                f"{format_bytes(2 * size)}"
+            )
 
 
 def _position(numbers: Sequence[int]) -> Position:

@@ -4,7 +4,8 @@
 
 `tfdist.runtime.snapshot_protocol` describes what clients send. The launcher sends JSON lines to the
 standard input, whose end means that the launcher is gone: {"secret": HEX} first, and for each
-generation of a launch over several hosts {"peers": ADDRESSES, "own": INDEX, "generation": NUMBER}.
+generation of a launch over several hosts {"peers": [[HOST, ADDRESS], ...], "own": INDEX,
+"generation": NUMBER}.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tfdist.launch.snapshot_holder import Holder, Position
-from tfdist.launch.snapshot_peers import Peers
+from tfdist.launch.snapshot_peers import Over, Peers
 from tfdist.runtime import resource_limits
 from tfdist.runtime.snapshot_protocol import PACKET_BYTES, address_of, is_own
 
@@ -85,48 +86,85 @@ class Service:
             threading.Thread(target=function, args=args, daemon=True).start()
 
     def _put(self, put: dict[str, Any], connection: socket.socket, fds: list[int]) -> None:
-        run, parts, part = put["put"], put["parts"], put["part"]
-        size, seconds = put["size"], put["seconds"]
-        position = (put["attempt"], *put["at"])
-        superseded = self._holder.put(run, position, parts, part, fds.pop(), size)
+        part = (put["put"], (put["attempt"], *put["at"]), put["parts"], put["part"])
+        handed = fds.pop()
+        try:
+            hold = self._hold if self.peers is None else self._share
+            self._in_thread(hold, *part, handed, put["size"], put["seconds"], connection)
+        except BaseException:
+            os.close(handed)
+            raise
+
+    def _hold(
+        self,
+        run: str,
+        position: Position,
+        parts: int,
+        part: int,
+        descriptor: int,
+        size: int,
+        seconds: float,
+        connection: socket.socket,
+    ) -> None:
+        """Hold a part, and answer all who wait for the snapshot if it is the last one."""
+        superseded = self._holder.put(run, position, parts, part, descriptor, size)
         if superseded is not None:
             send(connection, {"superseded": superseded})
-            return
-        if self.peers is not None:
-            self._in_thread(self._share, run, position, part, seconds, connection)
             return
         waiting = self._waiting.setdefault((run, position), [])
         waiting.append(connection)
         if self._holder.is_whole(run, position):
             self._holder.complete(run, position)
             for each in waiting:
-                send(each, {"complete": put["at"], "uncopied": ""})
+                send(each, {"complete": position[1:], "uncopied": ""})
             for older in [key for key in self._waiting if key[0] == run and key[1] <= position]:
                 del self._waiting[older]
 
     def _share(
-        self, run: str, position: Position, part: int, seconds: float, connection: socket.socket
+        self,
+        run: str,
+        position: Position,
+        parts: int,
+        part: int,
+        descriptor: int,
+        size: int,
+        seconds: float,
+        connection: socket.socket,
     ) -> None:
+        """Hold a part, and answer once all hosts together have the snapshot."""
         assert self.peers is not None
         try:
-            problem = self.peers.share(run, position, part, seconds)
-        except OSError as error:
+            self.peers.check(position[0])
+        except Over as error:
+            os.close(descriptor)
+            send(connection, {"superseded": error.generation})
+            return
+        except TimeoutError as error:
+            os.close(descriptor)
             send(connection, {"failed": str(error)})
             return
-        self._holder.complete(run, position)
+        superseded = self._holder.put(run, position, parts, part, descriptor, size)
+        if superseded is not None:
+            send(connection, {"superseded": superseded})
+            return
+        try:
+            problem = self.peers.share(run, position, part, seconds)
+        except Exception as error:
+            send(connection, {"failed": str(error)})
+            return
         send(connection, {"complete": position[1:], "uncopied": problem})
 
     def _get(self, run: str, get: dict[str, Any], connection: socket.socket) -> None:
         part = get["part"]
         try:
             held = self._find(run, part, get["attempt"])
-        except (OSError, LookupError, TypeError, ValueError):  # of another host
+        except Exception:  # of another host; training resumes from the disk
             held = None
         if held is None:
             send(connection, {})
             return
         position, parts, descriptor, size = held
-        send(connection, {"at": position[1:], "parts": parts, "size": size}, descriptor)
+        send(connection, {"position": position, "parts": parts, "size": size}, descriptor)
         os.close(descriptor)
 
     def _find(self, run: str, part: int, attempt: int) -> tuple[Position, int, int, int] | None:
@@ -142,10 +180,8 @@ class Service:
             found = self.peers.newest(run, attempt)
             if found is None:
                 return None
-            position, where = found
-            parts = len(where)
-            if where.get(part):
-                self.peers.fetch(where[part], run, position, part, parts)
+            position, parts = found.position, len(found.where)
+            self.peers.fetch(run, found, part)
         held = self._holder.get(run, position, part)
         return None if held is None else (position, parts, *held)
 
@@ -227,7 +263,7 @@ def _serve_one(service: Service, connection: socket.socket) -> bool:
         return True
     except BlockingIOError:
         return True
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         return False  # a client that is gone, or no client of this version
     finally:
         for descriptor in fds:

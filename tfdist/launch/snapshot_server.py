@@ -46,10 +46,14 @@ class SnapshotServer:
             family, sockaddr = resolve_address(f"[{host}]:0" if ":" in host else f"{host}:0")
             self._listener = socket.create_server(sockaddr[:2], family=family, backlog=BACKLOG)
             self.port = self._listener.getsockname()[1]
+        self._closed = False
         self._lines: list[dict[str, Any]] = [{"secret": secret.hex()}]  # for each process
         self._lock = threading.Lock()
-        self._closed = False
-        self._process = self._start()
+        try:
+            self._process = self._start()
+        except OSError:
+            self._stop_listening()
+            raise
         self._thread = threading.Thread(target=self._replace, name="snapshot-server", daemon=True)
         self._thread.start()
 
@@ -78,6 +82,9 @@ class SnapshotServer:
             self._closed = True
             self._process.kill()
         self._thread.join()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
@@ -117,5 +124,7 @@ class SnapshotServer:
                 try:
                     self._process = self._start()
                 except OSError:  # no process, no memory: training goes on without it
-                    return
-        self._process.wait()
+                    break
+        else:
+            self._process.wait()
+        self._stop_listening()  # or the servers of other hosts would wait for answers

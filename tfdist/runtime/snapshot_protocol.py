@@ -11,8 +11,8 @@ same user.
     {"put": RUN, "attempt": N, "part": I, "parts": K, "at": [EPOCH, STEP], "size": BYTES,
         "seconds": BOUND}, with a descriptor; answered when all parts of the snapshot are there:
         {"complete": AT, "uncopied": REASON}, or {"failed": REASON}, or {"superseded": ATTEMPT}
-    {"get": RUN, "part": I, "attempt": N}; answered with a descriptor and {"at": AT, "parts": K,
-        "size": BYTES}, or by {}
+    {"get": RUN, "part": I, "attempt": N}; answered with a descriptor and
+        {"position": [ATTEMPT, EPOCH, STEP], "parts": K, "size": BYTES}, or by {}
     {"drop": RUN}; answered by {}
 
 `tfdist.launch.snapshot_process` is the server.
@@ -27,7 +27,7 @@ import sys
 
 PACKET_BYTES = 1 << 16
 MESSAGE_S = 10.0  # for an answer that needs no other process
-GET_S = 120.0  # for a snapshot that another host holds
+GET_S = 240.0  # for a snapshot that another host holds
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 

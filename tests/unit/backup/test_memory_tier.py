@@ -193,7 +193,7 @@ def test_parts_of_several_workers_are_complete_together(server):
         for thread in threads:
             thread.join(WAIT_S)
         check_held(tiers[0], step)
-        pieces = tiers[0].pieces([1, 2])("rows")
+        pieces = tiers[0].pieces(tiers[0].get(), [1, 2])("rows")
         assert [first for first, _ in pieces] == [0, 4]
         np.testing.assert_array_equal(
             np.concatenate([numbers for _, numbers in pieces]), np.arange(8.0) + step
@@ -218,10 +218,17 @@ def test_killed_server_is_replaced_and_training_goes_on(server, tier, caplog):
     pid = server.pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: server.pid != pid)
-    tier.put(state(2), (0, 2))  # the connection has ended
+    assert tier.put(state(2), (0, 2))  # the connection has ended
+    assert not caplog.text
+    check_held(tier, 2)
+
+
+def test_a_server_that_is_gone_is_named_at_each_save(server, caplog, monkeypatch):
+    monkeypatch.setattr(memory_tier, "SUCCESSOR_S", 0.2)
+    tier = MemoryTier("/backup", 0, "tfdist-of-nobody")
+    assert not tier.put(state(1), (0, 1))
     assert "each save tries again" in caplog.text
-    until(lambda: tier.put(state(3), (0, 3)))
-    check_held(tier, 3)
+    tier.close()
 
 
 def test_too_little_memory_is_named_once_and_training_goes_on(server, caplog):

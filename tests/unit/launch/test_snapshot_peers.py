@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 
+from tfdist.backup.claim import Superseded
 from tfdist.backup.memory_tier import MemoryTier
 from tfdist.backup.snapshot import Snapshot
 from tfdist.cluster import json_channel
@@ -157,6 +158,8 @@ def test_hosts_that_the_others_have_given_up_change_nothing(hosts, caplog):
     stale = hosts.tier(2, 0)
     assert not stale.put(state(9), (0, 2))
     assert "generation 0 is over" in caplog.text
+    with pytest.raises(Superseded, match="attempt 0 of the launch may no longer save"):
+        hosts.tier(0, 0).put(state(9), (0, 2))
     assert held(hosts, 1, 1) == (1, 100.0)
     assert put(hosts, 1, 5, [1]) == [True]
     hosts.meet(2, 0, 1, 2)  # it comes back with what only it has
@@ -209,14 +212,86 @@ def test_a_copy_goes_to_another_host_than_the_own_one(hosts):
     assert [segments(server.pid) for server in hosts.servers] == [1, 0, 1]
 
 
-def test_memory_is_released_on_all_hosts(hosts):
-    """Each host has one snapshot of its own and one copy, whatever the number of saves."""
+@pytest.mark.parametrize(("parts", "expected"), [([0, 1], [2, 2, 0]), ([0], [1, 1, 0])])
+def test_memory_is_released_on_all_hosts(hosts, parts, expected):
+    """A host has a snapshot of its own, if it saves, and a copy, whatever the number of saves."""
     hosts.meet(0, 0, 1)
     for step in range(1, 9):
-        assert put(hosts, 0, step, [0, 1]) == [True, True]
-    assert [segments(server.pid) for server in hosts.servers] == [2, 2, 0]
-    hosts.tier(0, 0).drop()
+        assert put(hosts, 0, step, parts) == [True] * len(parts)
+    assert [segments(server.pid) for server in hosts.servers] == expected
+    hosts.meet(1, 0, 1, 2)
+    assert held(hosts, 2, 1) == (8, 800.0)  # fetched
+    assert put(hosts, 1, 9, parts) == [True] * len(parts)
+    copies = len(parts) - 1  # host 2 gets that of host 1
+    assert segments(hosts.servers[2].pid) == copies
+    hosts.tier(0, 1).drop()
     assert [segments(server.pid) for server in hosts.servers] == [0, 0, 0]
+
+
+def test_a_second_training_of_an_attempt_reads_what_the_first_one_saved(hosts):
+    hosts.meet(0, 0, 1, 2)
+    assert [held(hosts, host, 0) for host in range(3)] == [None] * 3
+    for step in (1, 2):
+        assert put(hosts, 0, step, [0]) == [True]
+        assert [held(hosts, host, 0) for host in range(3)] == [(step, 100.0 * step)] * 3
+    hosts.tier(0, 0).drop()
+    assert put(hosts, 0, 1, [0]) == [True]
+    assert [held(hosts, host, 0) for host in range(3)] == [(1, 100.0)] * 3
+
+
+def test_a_killed_server_of_one_of_several_parts_costs_nothing_more(hosts):
+    hosts.meet(0, 0, 1)
+    tiers = [hosts.tier(0, 0), hosts.tier(1, 0)]
+
+    def save(step):
+        answers = []
+        threads = [
+            threading.Thread(
+                target=lambda part=part: answers.append(
+                    tiers[part].put(state(100 * step + part, first=part), (0, step), part, 2)
+                )
+            )
+            for part in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        return answers
+
+    for host in (1, 0):
+        assert save(2 - host) == [True, True]
+        os.kill(hosts.servers[host].pid, signal.SIGKILL)
+    assert save(3) == [True, True]
+    hosts.meet(1, 0, 1)
+    assert [held(hosts, host, 1, 1) for host in (0, 1)] == [(3, 301.0)] * 2
+
+
+def test_a_host_that_stops_during_a_copy_does_not_keep_later_ones_from_others(hosts):
+    hosts.meet(0, 0, 1)
+    os.kill(hosts.servers[1].pid, signal.SIGSTOP)
+    tier = hosts.tier(0, 0)
+    thread = threading.Thread(target=tier.put, args=(state(1), (0, 1)), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    hosts.meet(1, 0, 2)
+    assert put(hosts, 1, 2, [0]) == [True]
+    assert segments(hosts.servers[2].pid) == 1
+    os.kill(hosts.servers[1].pid, signal.SIGKILL)
+    thread.join(WAIT_S)
+    assert put(hosts, 1, 3, [0]) == [True]
+    hosts.lose(0)
+    hosts.meet(2, 2)
+    assert held(hosts, 2, 2) == (3, 300.0)
+
+
+def test_another_launch_begins_anew(hosts):
+    """Its first host was restarted, and the generations begin at 0 again."""
+    hosts.meet(3, 0, 1)
+    assert put(hosts, 3, 1, [0]) == [True]
+    hosts.meet(0, 0, 1)
+    assert [held(hosts, host, 0) for host in (0, 1)] == [None] * 2
+    assert put(hosts, 0, 1, [0]) == [True]
 
 
 def segments(pid):

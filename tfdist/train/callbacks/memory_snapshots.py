@@ -51,6 +51,7 @@ class MemorySnapshots:
         self._saving: list[concurrent.futures.Future] = []
         self._is_sharded: bool | None = None
         self._known_layout: list[int] | None = None
+        self._largest = 0  # bytes of a part, if there are several
         self._held: HeldSnapshot | None = None  # until it is restored
 
     @classmethod
@@ -115,7 +116,7 @@ class MemorySnapshots:
         if parts and self._held.snapshot.facts[_LAYOUT] == self._layout(engine):
             own = self._part(engine)
             parts = range(own, own + 1)
-        pieces = self._whole.pieces(parts)
+        pieces = self._whole.pieces(self._held, parts)
         if pieces is None:
             self._whole.drop()
             raise SnapshotLost(
@@ -147,10 +148,17 @@ class MemorySnapshots:
         if not self._is_sharded:
             return 1
         rows = state.rows_of_model(model)
-        parts = len(self._layout(engine))
-        snapshot = Snapshot(rows, {"first": engine.replicas()[1]})
+        parts = len(self._layout(engine))  # the chief's snapshot, and rows of each worker
+        self._largest = state.unsharded_bytes(model) + sum(each.nbytes for each in rows.values())
         self._saving.append(
-            self._threads.submit(self._rows.put, snapshot, position, self._part(engine), parts)
+            self._threads.submit(
+                self._rows.put,
+                Snapshot(rows, {"first": engine.replicas()[1]}),
+                position,
+                self._part(engine),
+                parts,
+                self._largest,
+            )
         )
         return parts
 
@@ -165,7 +173,9 @@ class MemorySnapshots:
         if self._known_layout is not None:
             facts = {**snapshot.facts, _LAYOUT: self._known_layout}
             snapshot = dataclasses.replace(snapshot, facts=facts)
-        self._saving.append(self._threads.submit(self._whole.put, snapshot, position, 0, parts))
+        self._saving.append(
+            self._threads.submit(self._whole.put, snapshot, position, 0, parts, self._largest)
+        )
 
     def end(self, drop: bool) -> None:
         """End the saves of a `fit`.

@@ -170,7 +170,7 @@ class ReplicaState:
                     if has
                     else _share_of(v, copy, replica, replicas)
                 )
-            return _all_sum(tf.concat(flat, 0), replicas)
+            return _all_sum(tf.concat(flat, 0), replicas, "parts of metrics")
 
         return self._strategy.experimental_local_results(self._strategy.run(gather))[0]
 
@@ -249,7 +249,8 @@ class ReplicaState:
                 sums.append(tf.reduce_sum(copy))
                 bounds.append(tf.reduce_sum(tf.abs(copy)))
             replicas = self._placement.replicas
-            return _all_sum(_table(tf.stack(sums + bounds), replica, replicas), replicas)
+            copies = _table(tf.stack(sums + bounds), replica, replicas)
+            return _all_sum(copies, replicas, "copies of weights")
 
         return self._strategy.experimental_local_results(self._strategy.run(gather))[0]
 
@@ -271,7 +272,7 @@ class ReplicaState:
     def _sums(self, parts):
         flat = tf.concat([tf.reshape(x, [-1]) for x in parts], 0)
         sizes = [x.shape.num_elements() for x in parts]
-        sums = tf.split(_all_sum(flat, self._placement.replicas), sizes)
+        sums = tf.split(_all_sum(flat, self._placement.replicas, "sums of a step"), sizes)
         return [tf.reshape(total, x.shape) for total, x in zip(sums, parts, strict=True)]
 
     def sync_replicas(self) -> None:
@@ -331,7 +332,7 @@ class ReplicaState:
             ]
             if note is not None:
                 parts.append(_row(note, replica, self._placement))
-            return _all_sum(tf.concat(parts, 0), self._placement.replicas)
+            return _all_sum(tf.concat(parts, 0), self._placement.replicas, "totals")
 
         total = self._strategy.experimental_local_results(self._strategy.run(gather))[0]
         *parts, notes = tf.split(total, [*(int(np.prod(v.shape)) for v in variables), -1])
@@ -371,7 +372,8 @@ class ReplicaState:
             local = local_replica(self._placement)
             copies = [local_component(v, local) for v in moving_state(self._model)]
             flat = tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in copies], 0)
-            mean = _all_sum(flat, self._placement.replicas) / self._placement.replicas
+            replicas = self._placement.replicas
+            mean = _all_sum(flat, replicas, "moving statistics") / replicas
             for v, part in zip(
                 copies, tf.split(mean, [int(np.prod(v.shape)) for v in copies]), strict=True
             ):
@@ -444,16 +446,28 @@ def check_same_on_workers(
 def all_gather(
     strategy: tf.distribute.Strategy, placement: Placement, row: np.ndarray
 ) -> np.ndarray:
-    """Return the float64 numbers of all workers, `[workers, n]`, from each worker's `[n]`."""
+    """Return the float64 numbers of all workers, `[workers, n]`, from each worker's `[n]`.
+
+    Raises:
+        RuntimeError: If a worker gathers another number of numbers: the workers are out of step.
+    """
     # A length of its own would cost a trace.
-    length = max(SHORTEST_ROW, 1 << (len(row) - 1).bit_length())
-    padded = tf.constant(np.pad(row, (0, length - len(row))), tf.float64)
+    length = max(SHORTEST_ROW, 1 << len(row).bit_length())
+    padded = tf.constant([len(row), *row, *np.zeros(length - len(row) - 1)], tf.float64)
     with strategy.tfdist_engine.watchdog.bound():
         rows = _gather_function(length, native_transport(strategy) is not None)(
             strategy, placement, padded
         )
     gathered = strategy.experimental_local_results(rows)[0].numpy()
-    return gathered.reshape(placement.workers, length)[:, : len(row)]
+    gathered = gathered.reshape(placement.workers, length)
+    for rank, count in enumerate(gathered[:, 0]):
+        if count != len(row):
+            raise RuntimeError(
+                f"{placement.task(rank)} is out of step: it exchanged {count:g} numbers, and "
+                f"{placement.task(placement.rank)} {len(row)}. Run the same script with the same "
+                "arguments in every task."
+            )
+    return gathered[:, 1 : 1 + len(row)]
 
 
 @functools.cache
@@ -468,7 +482,7 @@ def _gather_function(length: int, native: bool):
     def gather_rows(strategy, placement, row):
         def gather(row):
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return _all_sum(_row(row, replica, placement), placement.replicas)
+            return _all_sum(_row(row, replica, placement), placement.replicas, "rows")
 
         return strategy.run(gather, args=(row,))
 
@@ -503,10 +517,15 @@ def _as_numpy(tensors: Any) -> Any:
     return tf.nest.map_structure(lambda x: x.numpy(), tensors)
 
 
-def _all_sum(x, replicas: int):
+def _all_sum(x, replicas: int, name: str):
     """Return the sum over the replicas, by native collectives where there are any.
 
     TensorFlow's take a millisecond or more for a few numbers.
+
+    Args:
+        x: Numbers of this replica.
+        replicas: Number of replicas.
+        name: Name of this sum, in which workers that are out of step differ.
     """
     if replicas == 1:
         return x
@@ -514,7 +533,7 @@ def _all_sum(x, replicas: int):
     transport = native_transport(context.strategy)
     if transport is None:
         return context.all_reduce("SUM", x)
-    return transport.all_reduce([x], "state")[0]
+    return transport.all_reduce([x], name)[0]
 
 
 def _share_of(variable: keras.Variable, component, replica, replicas: int):

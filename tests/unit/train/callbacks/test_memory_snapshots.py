@@ -109,6 +109,7 @@ def test_workers_read_their_rows_or_all_if_their_number_changes(tmp_path, server
         "tfdist.backup.state.rows_of_model", lambda rank: {"rows": np.full([1, 2], float(rank))}
     )
     monkeypatch.setattr("tfdist.backup.state.is_sharded", lambda rank: True)
+    monkeypatch.setattr("tfdist.backup.state.unsharded_bytes", lambda rank: 24)
     launched = Launched(launch="launch", snapshot_server=server.name)
     saving = [MemorySnapshots.open(10, directory, launched, rank == 0) for rank in range(2)]
     for rank in range(2):
