@@ -10,6 +10,27 @@ Position = tuple[int, int, int]  # attempt of the launch, epoch, and steps of it
 Inventory = dict[Position, tuple[int, list[int]]]  # number of parts, and indices of those held
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a snapshot.
+
+    Attributes:
+        run: Directory of the snapshots, by which trainings are distinguished.
+        position: Position of the snapshot.
+        parts: Number of its parts.
+        index: Index of this one.
+        descriptor: Descriptor of its memory.
+        size: Its bytes.
+    """
+
+    run: str
+    position: Position
+    parts: int
+    index: int
+    descriptor: int
+    size: int
+
+
 @dataclasses.dataclass
 class _Snapshot:
     """Parts of one snapshot that are held: index -> descriptor and bytes."""
@@ -36,37 +57,28 @@ class Holder:
         self._runs: dict[str, dict[Position, _Snapshot]] = {}
         self._attempts: dict[str, int] = {}  # newest one that has put a part here
 
-    def put(
-        self, run: str, position: Position, parts: int, part: int, descriptor: int, size: int
-    ) -> int | None:
-        """Hold a part that a process of this host hands over.
+    def put(self, part: Part) -> int | None:
+        """Hold a part that a process of this host hands over; its descriptor is this object's now.
 
         Args:
-            run: Directory of the snapshots, by which trainings are distinguished.
-            position: Position of the snapshot.
-            parts: Number of its parts.
-            part: Index of the part.
-            descriptor: Descriptor of its memory, which now belongs to this object.
-            size: Bytes of the part.
+            part: The part.
 
         Returns:
             None; or the later attempt that has put a part, and then this part is not held.
         """
         with self._lock:
-            newest = self._attempts.get(run, 0)
-            if position[0] < newest:
-                os.close(descriptor)
+            newest = self._attempts.get(part.run, 0)
+            if part.position[0] < newest:
+                os.close(part.descriptor)
                 return newest
-            self._attempts[run] = position[0]
-            self._add(run, position, parts, part, descriptor, size)
+            self._attempts[part.run] = part.position[0]
+            self._add(part)
             return None
 
-    def add_copy(
-        self, run: str, position: Position, parts: int, part: int, descriptor: int, size: int
-    ) -> None:
-        """Hold a part that came from another host; the arguments are those of `put`."""
+    def add_copy(self, part: Part) -> None:
+        """Hold a part that came from another host; its descriptor is this object's now."""
         with self._lock:
-            self._add(run, position, parts, part, descriptor, size)
+            self._add(part)
 
     def complete(self, run: str, position: Position) -> None:
         """Release what is older than a snapshot, all of whose parts are held by some host."""
@@ -116,11 +128,10 @@ class Holder:
         for run in runs:
             self.drop(run)
 
-    def _add(
-        self, run: str, position: Position, parts: int, part: int, descriptor: int, size: int
-    ) -> None:
-        snapshot = self._runs.setdefault(run, {}).setdefault(position, _Snapshot(parts))
-        replaced = snapshot.held.pop(part, None)
+    def _add(self, part: Part) -> None:
+        snapshots = self._runs.setdefault(part.run, {})
+        held = snapshots.setdefault(part.position, _Snapshot(part.parts)).held
+        replaced = held.pop(part.index, None)
         if replaced is not None:
             os.close(replaced[0])
-        snapshot.held[part] = descriptor, size
+        held[part.index] = part.descriptor, part.size

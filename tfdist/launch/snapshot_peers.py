@@ -28,7 +28,7 @@ from typing import Any
 
 from tfdist.cluster import json_channel
 from tfdist.cluster.pending_connections import PendingConnections
-from tfdist.launch.snapshot_holder import Holder, Position
+from tfdist.launch.snapshot_holder import Holder, Part, Position
 from tfdist.runtime.formatting import format_bytes
 
 HANDSHAKES = 64  # maximum at the same time
@@ -247,8 +247,9 @@ class Peers:
                         self._check_memory(answer["size"])
                         with channel.detach() as connection:
                             descriptor = _receive(connection, answer["size"])
+                    parts = len(found.where)
                     self._holder.add_copy(
-                        run, found.position, len(found.where), part, descriptor, answer["size"]
+                        Part(run, found.position, parts, part, descriptor, answer["size"])
                     )
                     return
                 except OSError as error:
@@ -393,9 +394,8 @@ class Peers:
                 if self._generation.number != message["generation"]:
                     os.close(descriptor)
                     return
-                self._holder.add_copy(
-                    run, position, message["parts"], message["part"], descriptor, size
-                )
+                parts, index = message["parts"], message["part"]
+                self._holder.add_copy(Part(run, position, parts, index, descriptor, size))
             connection.sendall(STORED)
 
     def _count(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tfdist.launch.snapshot_holder import Holder, Position
+from tfdist.launch.snapshot_holder import Holder, Part, Position
 from tfdist.launch.snapshot_peers import Over, Peers
 from tfdist.runtime import resource_limits
 from tfdist.runtime.snapshot_protocol import PACKET_BYTES, address_of, is_own
@@ -86,28 +86,20 @@ class Service:
             threading.Thread(target=function, args=args, daemon=True).start()
 
     def _put(self, put: dict[str, Any], connection: socket.socket, fds: list[int]) -> None:
-        part = (put["put"], (put["attempt"], *put["at"]), put["parts"], put["part"])
-        handed = fds.pop()
-        try:
-            hold = self._hold if self.peers is None else self._share
-            self._in_thread(hold, *part, handed, put["size"], put["seconds"], connection)
-        except BaseException:
-            os.close(handed)
-            raise
+        seconds = put["seconds"]
+        position = (put["attempt"], *put["at"])
+        part = Part(put["put"], position, put["parts"], put["part"], fds[0], put["size"])
+        if self.peers is None:
+            fds.clear()
+            self._hold(part, connection)
+        else:
+            self._in_thread(self._share, part, seconds, connection)
+            fds.clear()
 
-    def _hold(
-        self,
-        run: str,
-        position: Position,
-        parts: int,
-        part: int,
-        descriptor: int,
-        size: int,
-        seconds: float,
-        connection: socket.socket,
-    ) -> None:
+    def _hold(self, part: Part, connection: socket.socket) -> None:
         """Hold a part, and answer all who wait for the snapshot if it is the last one."""
-        superseded = self._holder.put(run, position, parts, part, descriptor, size)
+        run, position = part.run, part.position
+        superseded = self._holder.put(part)
         if superseded is not None:
             send(connection, {"superseded": superseded})
             return
@@ -120,39 +112,29 @@ class Service:
             for older in [key for key in self._waiting if key[0] == run and key[1] <= position]:
                 del self._waiting[older]
 
-    def _share(
-        self,
-        run: str,
-        position: Position,
-        parts: int,
-        part: int,
-        descriptor: int,
-        size: int,
-        seconds: float,
-        connection: socket.socket,
-    ) -> None:
+    def _share(self, part: Part, seconds: float, connection: socket.socket) -> None:
         """Hold a part, and answer once all hosts together have the snapshot."""
         assert self.peers is not None
         try:
-            self.peers.check(position[0])
+            self.peers.check(part.position[0])
         except Over as error:
-            os.close(descriptor)
+            os.close(part.descriptor)
             send(connection, {"superseded": error.generation})
             return
         except TimeoutError as error:
-            os.close(descriptor)
+            os.close(part.descriptor)
             send(connection, {"failed": str(error)})
             return
-        superseded = self._holder.put(run, position, parts, part, descriptor, size)
+        superseded = self._holder.put(part)
         if superseded is not None:
             send(connection, {"superseded": superseded})
             return
         try:
-            problem = self.peers.share(run, position, part, seconds)
+            problem = self.peers.share(part.run, part.position, part.index, seconds)
         except Exception as error:
             send(connection, {"failed": str(error)})
             return
-        send(connection, {"complete": position[1:], "uncopied": problem})
+        send(connection, {"complete": part.position[1:], "uncopied": problem})
 
     def _get(self, run: str, get: dict[str, Any], connection: socket.socket) -> None:
         part = get["part"]

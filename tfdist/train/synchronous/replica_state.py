@@ -472,7 +472,7 @@ def all_gather(
 
 @functools.cache
 def _gather_function(length: int, native: bool):
-    """Return the function that gathers rows of this length, by native collectives or TensorFlow's.
+    """Return the function that gathers rows of this length, by one kind of collectives.
 
     There is one function per length, because TensorFlow warns of a function that is traced for many
     shapes.
