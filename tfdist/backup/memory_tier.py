@@ -168,7 +168,7 @@ class MemoryTier:
         self, message: dict[str, Any], pieces: Sequence[bytes | memoryview], seconds: float
     ) -> dict[str, Any]:
         """Write a part into shared memory and send it; return the server's answer."""
-        limit = time.monotonic() + SUCCESSOR_S
+        limit: float | None = None  # from the first failure on
         while True:
             segment = self._free_segment(message["size"])
             segment.write(pieces)
@@ -179,6 +179,7 @@ class MemoryTier:
             except OSError:
                 # The server may hold either segment, so that neither can be written again.
                 self._close_segments()
+                limit = limit or time.monotonic() + SUCCESSOR_S
                 if time.monotonic() > limit:
                     raise
                 time.sleep(0.1)
@@ -211,6 +212,7 @@ class MemoryTier:
             )
         except ValueError as error:
             self._warn(f"{error} Training resumes from {self._directory}.")
+            self.drop()
         return None
 
     def pieces(

@@ -309,7 +309,7 @@ def _launch_hosts(
         server = snapshots if start.snapshot_servers else None
         if server is not None:
             peers = [(each.rpartition(":")[0], each) for each in start.snapshot_servers]
-            server.meet(peers, start.index, start.generation)
+            server.meet(peers, start.index, start.generation, start.launch_id)
         return plan(
             spec,
             spec.tasks[start.first : start.first + start.count],

@@ -35,11 +35,13 @@ HANDSHAKES = 64  # maximum at the same time
 GENERATION_S = 10.0  # for the launcher of a host to tell its server of a generation
 STALL_S = 10.0  # without a byte, or without an answer to a request
 TELL_S = 2.0  # for all servers to answer that they know of a complete snapshot
+SAVE_S = 3.0  # of the bound on a save that a copy leaves
 RETRY_S = 0.2
 TRIES = 3  # requests for what a server holds
 NO_COPY_S = 60.0  # without copies after one that failed: each might take as long to fail
 STORED = b"\1"  # the answer to a part that has arrived
 _CHUNK = 1 << 20
+_BLOCK = 1 << 24  # bytes of a copy between two looks at the clock
 
 
 class Refused(OSError):
@@ -115,8 +117,10 @@ class Peers:
         self._secret = secret
         self._available = available
         self._changed = threading.Condition()  # guards the attributes up to the empty line
+        self._launch = ""
         self._generation = _Generation(-1, [], 0, None)
         self._stored: dict[tuple[str, Position], set[int]] = {}  # parts; on the first server
+        self._completed: dict[str, Position] = {}  # newest complete snapshot
         self._found: dict[str, Found | None] = {}  # until something changes
         self._changes = 0
 
@@ -124,26 +128,30 @@ class Peers:
         self._finding = threading.Lock()  # the processes of this host want the same at one time
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def meet(self, peers: Sequence[tuple[str, str]], own: int, generation: int) -> None:
+    def meet(
+        self, peers: Sequence[tuple[str, str]], own: int, generation: int, launch: str = ""
+    ) -> None:
         """Begin a generation.
 
         Args:
             peers: All servers of the generation: name of the host, and address as "host:port". A
                 host may have several.
             own: Index of this server.
-            generation: Number of the generation. A lower one than before belongs to another launch,
-                and releases all snapshots.
+            generation: Number of the generation.
+            launch: Name of the launch; another one than before releases all snapshots.
         """
         addresses = [address for _, address in peers]
         following = [*range(own + 1, len(peers)), *range(own)]
         elsewhere = [addresses[each] for each in following if peers[each][0] != peers[own][0]]
         with self._changed:
-            if generation < self._generation.number:
+            if launch != self._launch:
                 self._holder.clear()
+            self._launch = launch
             self._generation = _Generation(
                 generation, addresses, own, elsewhere[0] if elsewhere else None
             )
             self._stored.clear()
+            self._completed.clear()
             self._note_change()
             self._changed.notify_all()
 
@@ -177,7 +185,7 @@ class Peers:
         if generation.neighbour is not None and time.monotonic() >= generation.next_copy:
             problem = ""
             try:
-                self._copy(generation.neighbour, run, position, part)
+                self._copy(generation.neighbour, run, position, part, limit - SAVE_S)
             except (OSError, ValueError) as error:
                 problem = f"{generation.neighbour}: {error}"
                 generation.next_copy = time.monotonic() + NO_COPY_S
@@ -192,6 +200,8 @@ class Peers:
             except Refused:
                 raise
             except OSError:  # its server may have been killed, and have a successor
+                if self._completed.get(run) == position:  # it has told this one before
+                    return problem
                 time.sleep(min(RETRY_S, left))
         raise TimeoutError(f"not all parts of a snapshot were stored within {seconds:.3g} s")
 
@@ -203,8 +213,8 @@ class Peers:
             generation: Number of the generation.
         """
         with self._finding:
-            known = self._at(generation)
             with self._changed:
+                known = self._at(generation)
                 changes = self._changes
                 if run in self._found:
                     return self._found[run]
@@ -305,6 +315,8 @@ class Peers:
             try:
                 with self._request(address, message) as (answer, _):
                     return answer["held"]
+            except Refused:
+                raise
             except OSError:
                 time.sleep(RETRY_S)
         return []
@@ -325,7 +337,7 @@ class Peers:
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))
 
-    def _copy(self, address: str, run: str, position: Position, part: int) -> None:
+    def _copy(self, address: str, run: str, position: Position, part: int, limit: float) -> None:
         parts, _ = self._holder.inventory(run).get(position, (0, []))
         held = self._holder.get(run, position, part)
         if held is None:
@@ -338,7 +350,10 @@ class Peers:
             channel.detach() as connection,
         ):
             connection.settimeout(STALL_S)
-            connection.sendfile(file, 0, size)
+            for offset in range(0, size, _BLOCK):
+                connection.sendfile(file, offset, min(_BLOCK, size - offset))
+                if time.monotonic() > limit:
+                    raise TimeoutError("the copy takes too long")
             if connection.recv(1) != STORED:
                 raise Refused("the host ended before it had the whole copy")
 
@@ -347,10 +362,15 @@ class Peers:
         while True:
             try:
                 connection, address = listener.accept()
-                self._pending.add(connection, address[0])
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # no descriptors or threads are left
+            except OSError:  # no descriptors are left
                 time.sleep(RETRY_S)
+                continue
+            self._pending.add(connection, address[0])
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError:  # no threads are left
+                self._pending.remove(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -421,9 +441,11 @@ class Peers:
             return {"complete": -1 in stored}
 
     def _complete(self, message: dict[str, Any]) -> None:
+        run, position = message["run"], _position(message["position"])
         with self._changed:
             self._note_change()
-        self._holder.complete(message["run"], _position(message["position"]))
+            self._completed[run] = position
+        self._holder.complete(run, position)
 
     def _list(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -447,6 +469,7 @@ class Peers:
     def _drop(self, run: str) -> None:
         with self._changed:
             self._note_change()
+            self._completed.pop(run, None)
             for key in [key for key in self._stored if key[0] == run]:
                 del self._stored[key]
         self._holder.drop(run)

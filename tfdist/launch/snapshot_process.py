@@ -5,7 +5,7 @@
 `tfdist.runtime.snapshot_protocol` describes what clients send. The launcher sends JSON lines to the
 standard input, whose end means that the launcher is gone: {"secret": HEX} first, and for each
 generation of a launch over several hosts {"peers": [[HOST, ADDRESS], ...], "own": INDEX,
-"generation": NUMBER}.
+"generation": NUMBER, "launch": NAME}.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Service:
                     lambda: resource_limits.memory()[0],
                 )
         elif self.peers is not None:
-            self.peers.meet(message["peers"], message["own"], message["generation"])
+            self.peers.meet(**message)
 
     def answer(self, message: dict[str, Any], connection: socket.socket, fds: list[int]) -> None:
         """Answer a message of a client; the descriptors now belong to this object.
@@ -94,7 +95,7 @@ class Service:
             self._hold(part, connection)
         else:
             self._in_thread(self._share, part, seconds, connection)
-            fds.clear()
+            fds.clear()  # not before: there may be no thread left
 
     def _hold(self, part: Part, connection: socket.socket) -> None:
         """Hold a part, and answer all who wait for the snapshot if it is the last one."""
@@ -115,6 +116,7 @@ class Service:
     def _share(self, part: Part, seconds: float, connection: socket.socket) -> None:
         """Hold a part, and answer once all hosts together have the snapshot."""
         assert self.peers is not None
+        limit = time.monotonic() + seconds
         try:
             self.peers.check(part.position[0])
         except Over as error:
@@ -130,7 +132,8 @@ class Service:
             send(connection, {"superseded": superseded})
             return
         try:
-            problem = self.peers.share(part.run, part.position, part.index, seconds)
+            left = limit - time.monotonic()
+            problem = self.peers.share(part.run, part.position, part.index, left)
         except Exception as error:
             send(connection, {"failed": str(error)})
             return
@@ -168,11 +171,13 @@ class Service:
         return None if held is None else (position, parts, *held)
 
     def _drop(self, run: str, connection: socket.socket) -> None:
-        if self.peers is None:
-            self._holder.drop(run)
-        else:
-            self.peers.drop(run)
-        send(connection, {})
+        try:
+            if self.peers is None:
+                self._holder.drop(run)
+            else:
+                self.peers.drop(run)
+        finally:
+            send(connection, {})
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import json
+import os
 import secrets
 import socket
 import subprocess
@@ -16,6 +19,8 @@ from typing import Any
 from tfdist.cluster.addresses import resolve_address
 
 MAX_RESTARTS = 10  # of a server that was killed
+PIPE_BYTES = 1 << 20  # of messages that a stopped server has not read
+F_SETPIPE_SZ = 1031  # linux/fcntl.h; Python has it since 3.10
 BACKLOG = 128
 _PROGRAM = Path(__file__).with_name("snapshot_process.py")
 
@@ -44,7 +49,11 @@ class SnapshotServer:
         self.port = 0
         if host:
             family, sockaddr = resolve_address(f"[{host}]:0" if ":" in host else f"{host}:0")
-            self._listener = socket.create_server(sockaddr[:2], family=family, backlog=BACKLOG)
+            address = sockaddr[0]
+            if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
+                # On some systems a machine's own name is a loopback address.
+                address = "::" if family == socket.AF_INET6 else "0.0.0.0"
+            self._listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
             self.port = self._listener.getsockname()[1]
         self._closed = False
         self._lines: list[dict[str, Any]] = [{"secret": secret.hex()}]  # for each process
@@ -62,7 +71,9 @@ class SnapshotServer:
         """Return its process id."""
         return self._process.pid
 
-    def meet(self, peers: Sequence[tuple[str, str]], own: int, generation: int) -> None:
+    def meet(
+        self, peers: Sequence[tuple[str, str]], own: int, generation: int, launch: str = ""
+    ) -> None:
         """Tell the server where all servers are, from this generation on.
 
         Args:
@@ -70,17 +81,24 @@ class SnapshotServer:
             own: Index of this server.
             generation: Number of the generation; the number of the attempt if there are no
                 generations.
+            launch: Name of the launch; another one than before releases all snapshots.
         """
-        message = {"peers": list(peers), "own": own, "generation": generation}
+        message = {
+            "peers": list(peers),
+            "own": own,
+            "generation": generation,
+            "launch": launch,
+        }
         with self._lock:
             self._lines[1:] = [message]
             self._tell(self._process, message)
 
     def close(self) -> None:
         """End the server, which releases what it holds."""
+        self._closed = True
+        self._process.kill()
         with self._lock:
-            self._closed = True
-            self._process.kill()
+            self._process.kill()  # the successor, if one was being started
         self._thread.join()
         self._stop_listening()
 
@@ -97,19 +115,25 @@ class SnapshotServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=descriptors,
+            bufsize=0,
             start_new_session=True,  # out of reach of Ctrl-C and of a kill of the launcher's group
         )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        with contextlib.suppress(OSError):  # the system's limit is lower
+            fcntl.fcntl(process.stdin, F_SETPIPE_SZ, PIPE_BYTES)
         for message in self._lines:
             self._tell(process, message)
         return process
 
     @staticmethod
     def _tell(process: subprocess.Popen, message: dict[str, Any]) -> None:
+        """Send a message, or kill a process that does not read; its successor is told."""
         assert process.stdin is not None
-        # It was killed, and its successor is told. A closed pipe raises ValueError.
-        with contextlib.suppress(OSError, ValueError):
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            process.stdin.flush()
+        line = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError, ValueError):  # killed; a closed pipe raises ValueError
+            if process.stdin.write(line) != len(line):
+                process.kill()
 
     def _replace(self) -> None:
         for _ in range(MAX_RESTARTS):

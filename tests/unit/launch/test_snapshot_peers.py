@@ -19,8 +19,8 @@ from tfdist.backup.claim import Superseded
 from tfdist.backup.memory_tier import MemoryTier
 from tfdist.backup.snapshot import Snapshot
 from tfdist.cluster import json_channel
-from tfdist.launch.snapshot_holder import Holder
-from tfdist.launch.snapshot_peers import Peers
+from tfdist.launch.snapshot_holder import Holder, Part
+from tfdist.launch.snapshot_peers import SAVE_S, Peers
 from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.runtime.snapshot_protocol import address_of, is_supported
 
@@ -56,10 +56,10 @@ class Hosts:
     def address(self, index):
         return f"127.0.0.1:{self.servers[index].port}"
 
-    def meet(self, generation, *hosts):
+    def meet(self, generation, *hosts, launch=""):
         for own, host in enumerate(hosts):
             peers = [(f"{each}", self.address(each)) for each in hosts]
-            self.servers[host].meet(peers, own, generation)
+            self.servers[host].meet(peers, own, generation, launch)
 
     def tier(self, host, generation):
         tier = MemoryTier(RUN, generation, self.servers[host].name)
@@ -285,11 +285,36 @@ def test_a_host_that_stops_during_a_copy_does_not_keep_later_ones_from_others(ho
     assert held(hosts, 2, 2) == (3, 300.0)
 
 
+def test_a_copy_that_takes_too_long_is_given_up(hosts, caplog, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peers = [("0", hosts.address(0)), ("1", f"127.0.0.1:{listener.getsockname()[1]}")]
+        holder = Holder()
+        own = Peers(holder, listener, SECRET, available=lambda: None)
+        own.meet(peers, 1, 0)
+        hosts.servers[0].meet(peers, 0, 0)
+        descriptor = os.memfd_create("tfdist-snapshot")
+        os.write(descriptor, b"x" * 100)
+        holder.put(Part(RUN, (0, 0, 1), 1, 0, descriptor, 100))
+        assert own.share(RUN, (0, 0, 1), 0, SAVE_S) == (
+            f"{hosts.address(0)}: the copy takes too long"
+        )
+        holder.clear()
+
+
+def test_a_server_that_is_stopped_does_not_stop_its_launcher(hosts):
+    before = hosts.servers[0].pid
+    os.kill(before, signal.SIGSTOP)
+    peers = [(f"{each}", f"10.0.0.1:{each}") for each in range(20_000)]
+    for generation in range(4):  # more than the pipe holds
+        hosts.servers[0].meet(peers, 0, generation)
+    wait_until(lambda: hosts.servers[0].pid != before)
+
+
 def test_another_launch_begins_anew(hosts):
     """Its first host was restarted, and the generations begin at 0 again."""
     hosts.meet(3, 0, 1)
     assert put(hosts, 3, 1, [0]) == [True]
-    hosts.meet(0, 0, 1)
+    hosts.meet(0, 0, 1, launch="another")
     assert [held(hosts, host, 0) for host in (0, 1)] == [None] * 2
     assert put(hosts, 0, 1, [0]) == [True]
 
