@@ -471,10 +471,12 @@ class Engine(Hooks):
 
     def broadcast_from_chief(self, numbers: list[float]) -> list[float]:
         """Return the chief's numbers on every worker."""
-        return numbers if self.placement.workers == 1 else self.all_gather(numbers)[0]
+        return self.all_gather(numbers)[0]
 
     def all_gather(self, numbers: list[float]) -> list[list[float]]:
         """Return the numbers of all workers, ordered by rank."""
+        if self.placement.workers == 1:
+            return [numbers]
         return all_gather(self._strategy, self.placement, np.array(numbers, np.float64)).tolist()
 
     def replicas(self) -> tuple[int, int]:
