@@ -1,7 +1,7 @@
 """Memory tier: the newest snapshot in memory that outlives the training process.
 
-A snapshot has the same format and checksum there as in a file. The snapshot server of the launcher
-holds it (`tfdist.runtime.snapshot_protocol`), and that of another host a copy.
+A snapshot has the same format and checksum there as in a file. The snapshot server of the host
+holds it (`tfdist.runtime.snapshot_protocol`), and that of another host holds a copy.
 """
 
 from __future__ import annotations

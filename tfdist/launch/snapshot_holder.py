@@ -33,7 +33,12 @@ class Part:
 
 @dataclasses.dataclass
 class _Snapshot:
-    """Parts of one snapshot that are held: index -> descriptor and bytes."""
+    """Parts of one snapshot.
+
+    Attributes:
+        parts: Number of all parts.
+        held: Descriptor and bytes of each part that is held, by its index.
+    """
 
     parts: int
     held: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)

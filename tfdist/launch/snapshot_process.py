@@ -34,7 +34,7 @@ NICE = 5  # lower than that of training, which waits for an answer only at its n
 
 
 class Service:
-    """What the process answers to its clients.
+    """Answer the messages of clients and of the launcher.
 
     Attributes:
         peers: Servers of the other hosts; None without other hosts.

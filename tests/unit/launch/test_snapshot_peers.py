@@ -74,8 +74,8 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(request):
-    made = Hosts(getattr(request, "param", 3))
+def hosts():
+    made = Hosts(3)
     with made.closing:
         yield made
 
@@ -204,7 +204,7 @@ def test_memory_that_another_host_refuses_is_named(hosts, caplog):
 
 
 def test_a_copy_goes_to_another_host_than_the_own_one(hosts):
-    """As with `--on`, where each task has a server."""
+    """Start two servers on one host, as `--on` does for two tasks."""
     peers = [(host, hosts.address(i)) for i, host in enumerate("aab")]
     for own, server in enumerate(hosts.servers):
         server.meet(peers, own, 0)
@@ -285,7 +285,7 @@ def test_a_host_that_stops_during_a_copy_does_not_keep_later_ones_from_others(ho
     assert held(hosts, 2, 2) == (3, 300.0)
 
 
-def test_a_copy_that_takes_too_long_is_given_up(hosts, caplog, monkeypatch):
+def test_a_copy_that_takes_too_long_is_given_up(hosts):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peers = [("0", hosts.address(0)), ("1", f"127.0.0.1:{listener.getsockname()[1]}")]
         holder = Holder()
