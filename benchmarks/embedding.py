@@ -1,6 +1,6 @@
-"""Measure a large embedding table under two workers: time, memory and bytes of a step.
+"""Measure a large embedding table under two and four workers: time, memory and bytes of a step.
 
-    # 10 M rows; writes benchmarks/reports/embedding.{md,json}; needs about 12 GB of memory.
+    # 10 M rows; writes benchmarks/reports/embedding.{md,json}; needs about 16 GB of memory.
     python benchmarks/embedding.py
     # A small table, writes nothing.
     python benchmarks/embedding.py --quick
@@ -38,24 +38,29 @@ from tfdist import ClusterSpec
 
 ROUNDS = 3
 STEPS = 5
-WORKERS = 2
-BATCH = 500
+BATCH = 250  # examples of each worker
 MIB = 1 << 20
-WHOLE = "Embedding"
-GATHERED = "Embedding, FSDP"
-SHARDED = "ShardedEmbedding, FSDP"
-WAYS = (WHOLE, GATHERED, SHARDED)
-MEMORY = 0.6  # bar: bytes in a step over those with whole tables; 1/2 and the rows under way
-TIME = 0.5  # bar: time of a step over that of FSDP with Keras' layer, which gathers the table
+WHOLE = "Embedding, Adagrad"
+GATHERED = "Embedding, FSDP, Adagrad"
+SHARDED = "ShardedEmbedding, FSDP, Adagrad"
+WHOLE_ADAM = "Embedding, Adam"
+LAZY = "ShardedEmbedding, FSDP, LazyAdam"
+WAYS = {2: (WHOLE, GATHERED, SHARDED, WHOLE_ADAM, LAZY), 4: (WHOLE, SHARDED, LAZY)}
+RESIDENT = 1.15  # bar: bytes between steps over 1/N of those with whole tables
+GATHERING = 0.5  # bar: time of a step over that of FSDP with Keras' layer, which gathers the table
+DENSE = 0.2  # bar: time of a step with LazyAdam over that of Keras' layer with Adam
 SAME = 1e-4  # bar: relative difference of the losses
+Results = dict[tuple[int, str], dict[str, list[float]]]  # by number of workers, and way
 
 
-def measure(way: str, communication: str, args: argparse.Namespace) -> dict[str, float]:
+def measure(
+    workers: int, way: str, communication: str, args: argparse.Namespace
+) -> dict[str, float]:
     """Return the figures of the process that needs most, and the bytes that one sends."""
     with tempfile.TemporaryDirectory(prefix="embedding-") as directory:
         team = Processes(f"{way}, {communication}", pathlib.Path(directory), args.timeout)
         try:
-            cluster = ClusterSpec.local(WORKERS)
+            cluster = ClusterSpec.local(workers)
             members = [
                 team.start(
                     f"worker-{rank}",
@@ -63,14 +68,14 @@ def measure(way: str, communication: str, args: argparse.Namespace) -> dict[str,
                     Job(
                         way,
                         args.rows,
-                        BATCH,
+                        BATCH * workers,
                         communication,
                         cluster.for_task("worker", rank),
                         args.cores[rank % len(args.cores)],
                         args.timeout,
                     ),
                 )
-                for rank in range(WORKERS)
+                for rank in range(workers)
             ]
             weights = team.answers(members, "build the model")[0]
             team.order(members, args.steps)
@@ -78,50 +83,54 @@ def measure(way: str, communication: str, args: argparse.Namespace) -> dict[str,
         finally:
             team.end()
     most = {key: max(each[key] for each in figures) for key in figures[0]}
-    return {**most, "weights": weights, "sent": most["sent"] / WORKERS}
+    return {**most, "weights": weights, "sent": most["sent"] / workers}
 
 
-def judge(results: dict[str, dict[str, list[float]]]) -> list[dict]:
+def judge(results: Results) -> list[dict]:
     """Compare memory, time and losses with their bars."""
-    whole, sharded = results[WHOLE], results[SHARDED]
-    seconds = {way: each["seconds"] for way, each in results.items()}
-    found = {
-        ("MiB in a step / those of Embedding", MEMORY): max(sharded["peak"]) / max(whole["peak"]),
-        ("time / that of Embedding, FSDP", TIME): statistics.median(
-            ratios_of(seconds, SHARDED, GATHERED)
-        ),
-        ("difference of the loss to Embedding", SAME): max(
+    found: dict[tuple[str, float], float] = {}
+    for workers in WAYS:
+        whole, sharded = results[workers, WHOLE], results[workers, SHARDED]
+        found[f"{workers} workers: MiB between steps / 1/{workers} of {WHOLE}", RESIDENT] = (
+            workers * max(sharded["resident"]) / max(whole["resident"])
+        )
+        found[f"{workers} workers: difference of the loss to {WHOLE}", SAME] = max(
             abs(a / b - 1) for a in sharded["loss"] for b in whole["loss"]
-        ),
-    }
+        )
+    seconds = {way: results[2, way]["seconds"] for way in WAYS[2]}
+    for way, other, bar in ((SHARDED, GATHERED, GATHERING), (LAZY, WHOLE_ADAM, DENSE)):
+        found[f"2 workers: time of {way} / {other}", bar] = statistics.median(
+            ratios_of(seconds, way, other)
+        )
     return [
         {"name": name, "bar": bar, "found": value, "passed": value <= bar}
         for (name, bar), value in found.items()
     ]
 
 
-def report(
-    results: dict[str, dict[str, list[float]]], verdicts: list[dict], facts: dict, rows: int
-) -> str:
+def report(results: Results, verdicts: list[dict], facts: dict, rows: int) -> str:
     """Return the report as Markdown."""
-    lines = heading("A large embedding table under two workers", facts)
+    lines = heading("A large embedding table under two and four workers", facts)
     lines += [
         (
-            f"A table of {rows:,} x {WIDTH} float32, {rows * WIDTH * 4 / MIB:,.0f} MiB, with "
-            f"Adagrad; {BATCH} examples a step of both workers, each with {IDS} random ids, which "
-            f"touch {min(1.0, BATCH * IDS / rows):.2%} of the rows. Each worker has one core. "
-            "`Embedding` is that of Keras; without FSDP each worker holds the whole table."
+            f"A table of {rows:,} x {WIDTH} float32, {rows * WIDTH * 4 / MIB:,.0f} MiB; {BATCH} "
+            f"examples a step of each worker, each with {IDS} random ids: those of two workers "
+            f"touch {min(1.0, 2 * BATCH * IDS / rows):.2%} of the rows. Two workers have one core "
+            "each, four share two. `Embedding` is that of Keras; without FSDP each worker holds "
+            "the whole table. LazyAdam does not move the rows that a batch does not use, so that "
+            "its losses are others than those of Adam."
         ),
         (
             "Medians over the rounds, min..max in brackets; MiB of tensors in a worker, the most. "
             "Sent: what a worker sends through the network, measured with `ring`."
         ),
         "",
-        *table("", "s/step", "MiB resident", "MiB in a step", "MiB sent a step"),
+        *table("", "workers", "s/step", "MiB between steps", "MiB in a step", "MiB sent a step"),
     ]
-    for way, each in results.items():
+    for (workers, way), each in results.items():
         lines += row(
             way,
+            str(workers),
             spread(each["seconds"], ".3f"),
             f"{max(each['resident']) / MIB:,.0f}",
             f"{max(each['peak']) / MIB:,.0f}",
@@ -141,17 +150,21 @@ def main(argv: list[str]) -> int:
     args.rows = args.rows or (20_000 if args.quick else 10_000_000)
     args.cores = cores(parser)
     facts = begin("embedding.py", argv, args.rounds, **ONE_THREAD)
-    results: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
+    contenders = [(workers, way) for workers, ways in WAYS.items() for way in ways]
+    results: Results = {each: {} for each in contenders}
     for number in range(args.rounds + 1):
-        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-            figures = measure(way, "auto" if number else "ring", args)
-            print(f"{way}, round {number}: {figures}", file=sys.stderr, flush=True)
+        for workers, way in contenders if number % 2 == 0 else contenders[::-1]:
+            figures = measure(workers, way, "auto" if number else "ring", args)
+            print(
+                f"{way}, {workers} workers, round {number}: {figures}", file=sys.stderr, flush=True
+            )
             for key, value in figures.items():
                 if (key == "sent") == (number == 0):
-                    results[way].setdefault(key, []).append(value)
+                    results[workers, way].setdefault(key, []).append(value)
     verdicts = judge(results)
     text = report(results, verdicts, facts, args.rows)
-    return conclude(args, "embedding", facts, verdicts, text, results=results)
+    named = {f"{workers} workers, {way}": each for (workers, way), each in results.items()}
+    return conclude(args, "embedding", facts, verdicts, text, results=named)
 
 
 if __name__ == "__main__":

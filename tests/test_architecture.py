@@ -25,7 +25,7 @@ PACKAGE = ROOT / "tfdist"
 LEVELS = (
     ({"storage"},),
     ({"runtime"}, {"sync"}, {"telemetry"}, {"keras_compat"}, {"config"}, {"flags"}),
-    ({"cluster"}, {"app"}, {"backup"}, {"models"}, {"layers"}),
+    ({"cluster"}, {"app"}, {"backup"}, {"models"}, {"layers"}, {"optimizers"}),
     ({"data"}, {"parallel"}),
     ({"train"},),
     ({"strategies"},),

@@ -22,7 +22,8 @@ class Job:
     """Describe one worker process.
 
     Args:
-        way: "Embedding", "Embedding, FSDP" or "ShardedEmbedding, FSDP".
+        way: "Embedding" or "ShardedEmbedding", with ", FSDP" for sharded weights and ", Adagrad",
+            ", Adam" or ", LazyAdam" for the optimizer.
         rows: Number of rows of the table.
         batch: Examples of all workers per step, each with `IDS` ids.
         communication: Implementation of the collectives; "ring" sends through the network alone.
@@ -64,9 +65,14 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         x = layer(job.rows, WIDTH, embeddings_initializer="zeros")(ids)
         outputs = keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(x))
         model = keras.Model(ids, outputs)
-        if job.way.endswith("FSDP"):
+        if "FSDP" in job.way:
             tfdist.parallel.fsdp(model)
-        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+        optimizers = {
+            "Adagrad": keras.optimizers.Adagrad,
+            "Adam": keras.optimizers.Adam,
+            "LazyAdam": tfdist.optimizers.LazyAdam,
+        }
+        model.compile(optimizers[job.way.rpartition(" ")[2]](0.1), "mse")
 
     class Recorder(keras.callbacks.Callback):
         """Note times and memory of all steps but the first, which traces."""

@@ -130,3 +130,5 @@ def test_a_sharded_table_is_never_pulled_and_saved_as_one(tmp_path):
     assert report["losses"][-1] < report["losses"][0]
     assert report["saved_shape"] == [200_000, 16]
     assert report["saved_equal"]
+    assert report["lazy_losses"][-1] < report["lazy_losses"][0] < report["losses"][0]
+    assert report["lazy_untouched"]

@@ -12,7 +12,8 @@ A fused update equals that of Keras up to the rounding of float32. The weight de
 that has a kernel is a kernel too, which makes a second pass: none of TensorFlow's kernels decays a
 weight and updates it. Everything else is left to Keras: clipping, moving averages, accumulation,
 loss scaling, variables of other dtypes, sparse gradients of SGD without momentum, optimizers
-without a kernel, and classes that define `update_step` themselves.
+without a kernel, and classes that define `update_step` themselves. The update of rows that
+`tfdist.optimizers.LazyAdam` needs is here, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfdist.keras_compat.sparse_gradients import merge_duplicates
 
 _state = threading.local()
 
@@ -59,14 +62,23 @@ def _hook(cls: Any, update: Callable[..., bool]) -> None:
     def update_step(self, gradient, variable, learning_rate):
         fuses = (
             getattr(_state, "scalars", None) is not None
-            and type(self).update_step is update_step
+            and hasattr(type(self).update_step, "tfdist_fused")
             and _fits(gradient, variable)
         )
         if not fuses or not update(self, gradient, variable, learning_rate):
             keras_method(self, gradient, variable, learning_rate)
 
+    cls.update_step = fusible(update_step)
+
+
+def fusible(update_step: Callable) -> Callable:
+    """Mark the `update_step` of an optimizer: the dense updates that it leaves to Keras are fused.
+
+    Args:
+        update_step: Function that calls the `update_step` of a class of Keras for these.
+    """
     update_step.tfdist_fused = True  # type: ignore[attr-defined]
-    cls.update_step = update_step
+    return update_step
 
 
 def _hook_weight_decay() -> None:
@@ -214,6 +226,63 @@ def _adam(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> b
         use_locking=True,
     )
     return True
+
+
+def update_rows(
+    optimizer: keras.optimizers.Adam,
+    gradient: tf.IndexedSlices,
+    variable: tf.Variable,
+    learning_rate: Any,
+) -> None:
+    """Update the rows of a sparse gradient as Adam does, and their slots; leave all other rows.
+
+    Other threads may update the same rows on a parameter server. Each reads the momentum before the
+    velocity and writes it after the velocity, so that none finds a new momentum with an old
+    velocity, which would move a weight too far.
+
+    Args:
+        optimizer: Optimizer, whose slots may be those of an Adam.
+        gradient: Gradient with a row for some indices.
+        variable: Variable that is updated.
+        learning_rate: Learning rate as Keras passes it to `update_step`.
+    """
+    if getattr(_state, "scalars", None) is None:  # else a step of tfdist has merged them
+        gradient = merge_duplicates(gradient)
+    index = optimizer._get_variable_index(variable)
+    dtype, rows = variable.dtype, gradient.indices
+    step = keras.ops.cast(optimizer.iterations + 1, dtype)
+    power_1 = keras.ops.power(keras.ops.cast(optimizer.beta_1, dtype), step)
+    power_2 = keras.ops.power(keras.ops.cast(optimizer.beta_2, dtype), step)
+    rate = keras.ops.cast(learning_rate, dtype) * keras.ops.sqrt(1 - power_2) / (1 - power_1)
+
+    def read(slot: tf.Variable) -> tf.Tensor:
+        return tf.raw_ops.ResourceGather(resource=slot.handle, indices=rows, dtype=dtype)
+
+    def write(slot: tf.Variable, values: tf.Tensor) -> tf.Operation | None:
+        return tf.raw_ops.ResourceScatterUpdate(resource=slot.handle, indices=rows, updates=values)
+
+    with tf.device(variable.device):
+        values = tf.cast(gradient.values, dtype)
+        momentum, velocity = (
+            slots[index]._value for slots in (optimizer._momentums, optimizer._velocities)
+        )
+        old = read(momentum)
+        with tf.control_dependencies([old]):
+            v = read(velocity)
+        v += (tf.square(values) - v) * (1 - optimizer.beta_2)
+        m = old + (values - old) * (1 - optimizer.beta_1)
+        written = write(velocity, v)
+        if optimizer.amsgrad:
+            largest = optimizer._velocity_hats[index]._value
+            v = tf.maximum(read(largest), v)
+            write(largest, v)
+        with tf.control_dependencies([written]):
+            write(momentum, m)
+        tf.raw_ops.ResourceScatterSub(
+            resource=variable.handle,
+            indices=rows,
+            updates=m * rate / (tf.sqrt(v) + optimizer.epsilon),
+        )
 
 
 def _correction(beta_1: Any, beta_2: Any, step: Any) -> tf.Tensor | float:

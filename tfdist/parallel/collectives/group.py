@@ -220,13 +220,14 @@ class Group:
         """Send row i of each replica to replica i.
 
         Args:
-            x: Tensor `[size, ...]`.
+            x: Tensor `[size, ...]`. Other dimensions may be unknown until the step is run, but must
+                be equal on all replicas, and not 0, then. The bytes of such a call are not counted.
             name: Name of this call.
 
         Returns:
             Tensor of the shape and dtype of `x`; row i came from replica i.
         """
-        if self.size == 1:
+        if self.size == 1 or x.shape.num_elements() == 0:  # TensorFlow's kernel divides by 0
             return x
         self._count(name, x, (self.size - 1) / self.size)
         if (transport := self._native(x)) is not None:
@@ -253,19 +254,20 @@ class Group:
                 "so the first would wait for the others forever. Compile without "
                 "run_eagerly=True, and call strategy.run() in a tf.function."
             )
-        call = f"{name} {x.dtype.name} {x.shape}"  # TensorFlow remembers the shape of each instance
         with tf.device(self._devices[local]):
             return op(
                 input=x,
                 group_size=self.size,
                 group_key=self._key,
-                instance_key=zlib.crc32(call.encode()) & _KEY,
+                instance_key=_instance_key(f"{name} {x.dtype.name} {x.shape}", x),
                 ordering_token=[self._tokens[local]],
                 communication_hint=self._hint,
                 **attributes,
             )
 
     def _count(self, name: str, x: tf.Tensor, times: float) -> None:
+        if not x.shape.is_fully_defined():
+            return
         count = int(flat_shards.elements(x.shape) * x.dtype.size * times)
         self.bytes[name] = count
         for sent in getattr(_meters, "open", ()):
@@ -286,6 +288,15 @@ def metered() -> Iterator[list[int]]:
         yield sent
     finally:
         _meters.open = outer
+
+
+def _instance_key(call: str, x: tf.Tensor) -> int | tf.Tensor:
+    """Return the key of a call for a tensor; TensorFlow remembers the shape for each key."""
+    key = zlib.crc32(call.encode()) & _KEY
+    if x.shape.is_fully_defined():
+        return key
+    size = tf.size(x, tf.int64) * 2_654_435_761  # spreads sizes that are near to each other
+    return tf.cast(tf.bitwise.bitwise_xor(size, key) & _KEY, tf.int32)
 
 
 def _token(name: str, device: str) -> tf.Tensor:

@@ -47,7 +47,7 @@ class Gathering:
         self.backward_group = backward_group
         self.gather_dtype = gather_dtype
         self.grad_dtype = grad_dtype
-        self._scale = scale
+        self.scale = scale
         self._bucket_bytes = bucket_bytes
 
     def gather(
@@ -97,7 +97,7 @@ class Gathering:
             grads: Gradients of the whole weights.
             name: Name of this call.
         """
-        scale = self._scale()
+        scale = self.scale()
         # A factor that all replicas share is cheaper after the sum, on this replica's part.
         varies = not isinstance(scale, float)
         grads = weighted(grads, scale) if varies else grads

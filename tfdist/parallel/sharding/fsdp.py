@@ -28,14 +28,15 @@ from tfdist.keras_compat.parallel import (
     replace_constraint,
     without_values,
 )
+from tfdist.keras_compat.sparse_gradients import merge_duplicates, to_dense
 from tfdist.layers import ShardedEmbedding
+from tfdist.optimizers import LazyAdam, check_sparse
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import FLOATS, OUTSIDE, Group
 from tfdist.parallel.sharding import fsdp_lookup, global_norm
 from tfdist.parallel.sharding.all_gather import Gathering
 from tfdist.parallel.sharding.fsdp_unit import Chains, Unit, layers_of, weights_of
 from tfdist.parallel.sharding.sharded_variables import Store
-from tfdist.parallel.sparse_gradients import merge_duplicates, to_dense
 from tfdist.sync import COMM_DTYPES, Gradients
 
 _GATHER_DTYPES = tuple(name for name in FLOATS if name != "float64")
@@ -251,11 +252,16 @@ class FSDP(Store):
                 return self._exact.gather_with_gradient(
                     [variable], f"{OUTSIDE}{name}", [], variable.dtype
                 )[0]
-            reads = self._chains.current().reads
-            reads[name] += 1
             return self._gathering.gather_with_gradient(
-                [variable], f"{name} read {reads[name]}", [], variable.dtype
+                [variable], self._read_name(variable, "read"), [], variable.dtype
             )[0]
+
+    def _read_name(self, variable: Sharded, kind: str) -> str:
+        """Return a name for a replica's collectives that read a variable outside of units."""
+        name = self._names[id(variable)]
+        reads = self._chains.current().reads
+        reads[name] += 1
+        return f"{name} {kind} {reads[name]}"
 
     def _look_up(self, default: Callable, tables: list[Sharded], ids: tf.Tensor) -> tf.Tensor:
         """Return rows of the one table; within a step, no replica gathers it."""
@@ -267,9 +273,8 @@ class FSDP(Store):
         ):
             return default(tables, ids)
         self.check_xla(self._model)
-        return fsdp_lookup.rows(
-            self, tables[0], ids, lambda: global_norm.scale(self.policy, self.group.size)
-        )
+        (table,) = tables
+        return fsdp_lookup.rows(self._gathering, table, ids, self._read_name(table, "lookup"))
 
     def update(
         self,
@@ -310,6 +315,7 @@ class FSDP(Store):
         if self._updates_rows(optimizer):
             grads = [merge_duplicates(g) for g in grads]
         else:
+            check_sparse(optimizer, grads, "what clips, checks or scales gradients under fsdp")
             grads = [
                 to_dense(
                     g, flat_shards.length(flat_shards.elements(v.tfdist_shape), self.group.size)
@@ -355,7 +361,7 @@ class FSDP(Store):
     def _updates_rows(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Return whether an update needs only the rows of a sparse gradient."""
         return (
-            type(optimizer) is keras.optimizers.Adagrad
+            type(optimizer) in (keras.optimizers.Adagrad, LazyAdam)
             or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
         ) and not any(
             (

@@ -1,76 +1,169 @@
-"""Lookup of rows in a sharded embedding table: only ids and rows of the batch travel."""
+"""Lookup of rows in a sharded embedding table: only distinct ids and their rows travel."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
 
+import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat.parallel import Sharded, freed_with_graph, own_copy
-from tfdist.parallel.replica_weight import Weight, weighted
-from tfdist.parallel.sharding.sharded_variables import Store
+from tfdist.keras_compat import local_component
+from tfdist.keras_compat.parallel import Sharded, freed_with_graph
+from tfdist.parallel.collectives.group import Group
+from tfdist.parallel.replica_weight import weighted
+from tfdist.parallel.sharding.all_gather import Gathering
+
+# Numbers of slots, each at most 1/8 more than the one before: TensorFlow remembers each shape of a
+# collective.
+_SLOTS = np.array([eighths << power for power in range(28) for eighths in range(8, 16)], np.int64)
 
 
-def rows(store: Store, table: Sharded, ids: tf.Tensor, scale: Callable[[], Weight]) -> tf.Tensor:
+def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.Tensor:
     """Return rows of a sharded table.
 
-    Each replica gathers the ids of all and looks up what it holds of their rows. The rows are the
-    sum over the replicas, in which all but one add zeros. In backward, each replica gathers the
-    gradients of all rows, and keeps those of its part, as a sparse gradient.
+    Each replica sends each of its distinct ids to the replica that holds the row, by an all-to-all,
+    and gets the row by another. In backward, a third one takes the summed gradient of each row back
+    to where it is held, as a part of a sparse gradient.
 
     Args:
-        store: Store of the table. Call this in the context of one of its replicas.
+        gathering: Collectives of the table. Call this in the context of one of its replicas.
         table: Table `[input_dim, output_dim]`.
         ids: Ids of this replica, int `[n]`; replicas may have different numbers of them.
-        scale: Function that returns the factor of this replica's gradients.
+        name: Name of this call.
 
     Returns:
         Rows `[n, output_dim]` in the dtype of the table.
     """
-    context = tf.distribute.get_replica_context()
-    rank = store.group.rank
+    group = gathering.forward_group
     width = table.tfdist_shape[1]
-    part = own_copy(table)
-    part_length = part.shape[0]
-    all_ids = context.all_gather(tf.cast(ids, tf.int64), axis=0)
-    counts = context.all_gather(tf.shape(ids), axis=0)
-    first = tf.reduce_sum(counts[:rank])
-    # Positions in this replica's part of the flat table, `[rows of all replicas, output_dim]`.
-    positions = all_ids[:, None] * width + tf.range(width, dtype=tf.int64) - rank * part_length
-    is_own = (positions >= 0) & (positions < part_length)
+    part = local_component(table, group.local)
+    (part_length,) = part.shape
+    distinct, position = tf.unique(tf.cast(ids, tf.int64))
+    requests = _requests(group, distinct, width, part_length, name)
+    wanted = group.all_to_all(requests.to_slots(tf.gather(distinct, requests.which), -1), name)
+    # Positions in this replica's part of the flat table, `[replicas, slots, output_dim]`.
+    begin = wanted * width - group.rank * part_length
+    positions = begin[..., None] + tf.range(width, dtype=tf.int64)
+    own = tf.where((wanted[..., None] >= 0) & (positions >= 0) & (positions < part_length))
+    # A gather from the variable itself: a read would copy the whole part, if rows are updated.
+    found = tf.scatter_nd(
+        own, tf.gather(part, tf.gather_nd(positions, own)), tf.shape(positions, tf.int64)
+    )
+    found = tf.ensure_shape(found, positions.shape)
+    rows_of_requests = requests.from_slots(_travel(gathering, found, name))
+    return tf.gather(requests.sum(rows_of_requests), position)
+
+
+def _travel(gathering: Gathering, rows: tf.Tensor, name: str) -> tf.Tensor:
+    """Send rows to the replicas that asked for them; in backward, their gradients come back.
+
+    Args:
+        gathering: Collectives of the table.
+        rows: Rows by the replica that asked for them, `[replicas, slots, output_dim]`.
+        name: Name of this call.
+
+    Returns:
+        Rows by the replica that holds them.
+    """
+
+    def send(group: Group, x: tf.Tensor, dtype: str | None, what: str) -> tf.Tensor:
+        received = group.all_to_all(tf.cast(x, dtype or x.dtype), f"{name} {what}")
+        return tf.cast(received, rows.dtype)
 
     @tf.custom_gradient
-    def look_up(part):
-        found = tf.gather(part, tf.where(is_own, positions, 0))
-        with _without_packing_warning():
-            whole = context.all_reduce(
-                tf.distribute.ReduceOp.SUM, tf.where(is_own, found, tf.zeros([], part.dtype))
-            )
-
+    def travel(rows):
         def grad(upstream):
-            (own_upstream,) = weighted([upstream], scale())
-            return tf.IndexedSlices(
-                tf.boolean_mask(context.all_gather(own_upstream, axis=0), is_own),
-                tf.boolean_mask(positions, is_own),
-                tf.constant([part_length], tf.int64),
-            )
+            (weighed,) = weighted([tf.convert_to_tensor(upstream)], gathering.scale())
+            return send(gathering.backward_group, weighed, gathering.grad_dtype, "gradients")
 
-        return tf.identity(whole[first : first + tf.shape(ids)[0]]), grad
+        return send(gathering.forward_group, rows, gathering.gather_dtype, "rows"), grad
 
-    return freed_with_graph([look_up(part)])[0]
+    return freed_with_graph([travel(rows)])[0]
 
 
-@contextlib.contextmanager
-def _without_packing_warning() -> Iterator[None]:
-    """Hide that TensorFlow does not pack a tensor whose number of rows it does not know."""
+@dataclasses.dataclass(frozen=True)
+class _Requests:
+    """Describe the requests of a replica: each asks one replica for what it holds of one row.
 
-    def passes(record) -> bool:
-        return "not packing values" not in str(record.msg)
+    Each request has a slot. All replicas have as many slots for each of the others, because the
+    tensors of an all-to-all have one shape.
 
-    logger = tf.get_logger()
-    logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(passes)
+    Attributes:
+        which: Index of each request's row among the distinct rows, int `[requests]`.
+        count: Number of distinct rows, int.
+        replicas: Number of replicas.
+        slot: Slot of each request, among `replicas * slots`, int `[requests]`.
+        slots: Number of slots for each replica, int.
+        is_one_each: Whether there is one request for each distinct row, in their order.
+    """
+
+    which: tf.Tensor
+    count: tf.Tensor
+    replicas: int
+    slot: tf.Tensor
+    slots: tf.Tensor
+    is_one_each: bool
+
+    def to_slots(self, values: tf.Tensor, default: int) -> tf.Tensor:
+        """Return values `[requests, ...]` by slot, `[replicas, slots, ...]`, with a default."""
+        shape = tf.concat([[self.replicas * self.slots], tf.shape(values)[1:]], 0)
+        filled = tf.tensor_scatter_nd_update(
+            tf.fill(shape, tf.constant(default, values.dtype)), self.slot[:, None], values
+        )
+        divided = tf.concat([[self.replicas, self.slots], tf.shape(values)[1:]], 0)
+        return tf.ensure_shape(
+            tf.reshape(filled, divided), [self.replicas, None, *values.shape[1:]]
+        )
+
+    def from_slots(self, values: tf.Tensor) -> tf.Tensor:
+        """Return values `[requests, ...]` of values by slot, `[replicas, slots, ...]`."""
+        flat = tf.reshape(
+            values, tf.concat([[self.replicas * self.slots], tf.shape(values)[2:]], 0)
+        )
+        return tf.gather(flat, self.slot)
+
+    def sum(self, values: tf.Tensor) -> tf.Tensor:
+        """Return the sum of the values `[requests, ...]` that belong to each distinct row."""
+        if self.is_one_each:
+            return values
+        return tf.math.unsorted_segment_sum(values, self.which, self.count)
+
+
+def _requests(
+    group: Group, distinct: tf.Tensor, width: int, part_length: int, name: str
+) -> _Requests:
+    """Return the requests for distinct rows of a table whose parts are flat.
+
+    Args:
+        group: Group of all replicas.
+        distinct: Distinct ids, int64 `[n]`.
+        width: Number of values of a row.
+        part_length: Number of values that each replica holds; a row may lie in several parts.
+        name: Name of this call.
+    """
+    first = distinct * width // part_length
+    last = (distinct * width + width - 1) // part_length
+    is_one_each = part_length % width == 0
+    parts_of_row = (
+        1 if is_one_each else min(group.size, (width + part_length - 2) // part_length + 1)
+    )
+    owners = first[:, None] + tf.range(parts_of_row, dtype=tf.int64)
+    places = tf.where(owners <= last[:, None])
+    owner = tf.cast(tf.gather_nd(owners, places), tf.int32)
+    numbers = tf.range(tf.size(owner))
+    by_owner = tf.dynamic_partition(numbers, owner, group.size)
+    counts = tf.stack([tf.size(x) for x in by_owner])
+    most = group.all_reduce(tf.cast(tf.reduce_max(counts), tf.int64), f"{name} slots", "Max")
+    slots = tf.cast(tf.gather(_SLOTS, tf.searchsorted(_SLOTS, most[None]))[0], tf.int32)
+    ordered = tf.concat(by_owner, 0)
+    slot_in_order = numbers + tf.gather(
+        tf.range(group.size) * slots - tf.cumsum(counts, exclusive=True), tf.gather(owner, ordered)
+    )
+    return _Requests(
+        which=tf.cast(places[:, 0], tf.int32),
+        count=tf.size(distinct),
+        replicas=group.size,
+        slot=tf.scatter_nd(ordered[:, None], slot_in_order, tf.shape(owner)),
+        slots=slots,
+        is_one_each=is_one_each,
+    )

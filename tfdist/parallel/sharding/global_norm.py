@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import engine_of
 from tfdist.keras_compat.parallel import clip_elementwise
+from tfdist.optimizers import LazyAdam
 from tfdist.parallel.collectives.group import FLOATS, Group
 from tfdist.parallel.replica_weight import Weight, gradient_factor
 from tfdist.sync import Gradients, policy
@@ -237,7 +238,7 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, caller: str = "zero
             f"{caller}: expected an optimizer inside the LossScaleOptimizer. Write "
             "keras.optimizers.LossScaleOptimizer(tfdist.parallel.zero(optimizer))."
         )
-    kinds = (getattr(keras.optimizers, kind) for kind in ELEMENTWISE)
+    kinds = (LazyAdam, *(getattr(keras.optimizers, kind) for kind in ELEMENTWISE))
     if not any(
         isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step
         for kind in kinds

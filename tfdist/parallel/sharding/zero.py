@@ -32,6 +32,7 @@ from tfdist.keras_compat.parallel import (
     make_sharded,
     moving_averages,
 )
+from tfdist.optimizers import check_sparse
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.bucketing import all_gather, all_reduce, reduce_scatter
 from tfdist.parallel.collectives.group import OUTSIDE, Group
@@ -313,6 +314,7 @@ class Zero(keras.optimizers.Optimizer):
                     )
                 optimizer.build(list(variables))
             updated = self._parts.full if variables is None else list(variables)
+            check_sparse(self, grads, "zero")
             parts = self._reduce(self._in_build_order(list(grads), updated))
             if self.reduced is not None:
                 self.reduced([p for p in parts if p is not None])

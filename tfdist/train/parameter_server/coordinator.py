@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import global_seed
-from tfdist.parallel.sparse_gradients import merge_duplicates
+from tfdist.keras_compat.sparse_gradients import merge_duplicates
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.callbacks.saving import backing
 from tfdist.train.data_position import DataPosition

@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_component, local_update, step_counter
 from tfdist.keras_compat.parallel import known_variables
+from tfdist.keras_compat.sparse_gradients import merge_duplicates
 from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
-from tfdist.parallel.sparse_gradients import merge_duplicates
 from tfdist.sync import Gradients, Policy
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_update
 from tfdist.keras_compat.parallel import known_variables
+from tfdist.optimizers import check_sparse
 from tfdist.parallel.collectives.group import is_native, native_transport
 from tfdist.parallel.replica_weight import weighted_step
 from tfdist.parallel.sharding.fsdp import FSDP
@@ -80,6 +81,7 @@ def dense(grads: list, optimizer: Any, variables: list | None) -> list:
         optimizer: The outermost optimizer.
         variables: The variables, or None where the optimizer is built.
     """
+    check_sparse(optimizer, grads, "the synchronization policy")
     variables = variables if variables is not None else known_variables(optimizer)
     return [
         None if g is None else tf.reshape(tf.convert_to_tensor(g), v.shape)

@@ -67,3 +67,30 @@ def test_a_dtype_to_send_sums_in_does_not_change_the_reduction(mirrored, op, exp
     reduced = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
     for x in mirrored.experimental_local_results(reduced):
         assert x.numpy() == [expected]
+
+
+def test_nothing_may_be_sent(mirrored):
+    group = Group.of(mirrored, "test nothing")
+    sent = tf.function(
+        lambda: mirrored.run(lambda: group.all_to_all(tf.zeros([2, 0, 3]), "empty")),
+        autograph=False,
+    )()
+    assert [x.shape for x in mirrored.experimental_local_results(sent)] == [(2, 0, 3)] * 2
+
+
+def test_a_size_may_be_known_only_in_the_step(mirrored):
+    group = Group.of(mirrored, "test size")
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int32)], autograph=False)
+    def exchange(count):
+        def on_replica():
+            sent = tf.fill([2, count, 3], 10 * group.rank) + tf.reshape([0, 1], [2, 1, 1])
+            return group.all_to_all(sent, "of any size")
+
+        return mirrored.experimental_local_results(mirrored.run(on_replica))
+
+    for count in (2, 5, 2):
+        for rank, received in enumerate(exchange(count)):
+            assert received.shape == (2, count, 3)
+            assert (received.numpy() == np.reshape([rank, rank + 10], [2, 1, 1])).all()
+    assert not group.bytes

@@ -3,7 +3,9 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import tfdist
 from tfdist.layers import ShardedEmbedding
 from tfdist.parallel import fsdp
 
@@ -43,6 +45,55 @@ def test_sharded_embedding_equals_a_whole_one(mirrored, optimizer):
     for value, other in zip(numbers, expected, strict=True):
         np.testing.assert_allclose(value, other, atol=1e-6)
     assert sent < 4 * TABLE[0] * TABLE[1]  # less than the table, which no replica gathers
+
+
+def looked_up(table, **options):
+    """Return rows and gradient of a table over three replicas, and those of the whole table."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, table[0], (3, 8))
+    ids[1] = table[0] - 1  # one row alone
+    upstream = random.normal(size=(3, 8, table[1])).astype("float32")
+    strategy = tfdist.make_strategy("mirrored", devices=3)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([], dtype="int32"), ShardedEmbedding(*table)])
+        fsdp(model, **options)
+
+    def on_replica():
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with tf.GradientTape() as tape:
+            rows = model.layers[0](tf.constant(ids)[rank])
+            loss = tf.reduce_sum(rows * tf.constant(upstream)[rank])
+        return rows, tf.convert_to_tensor(tape.gradient(loss, model.trainable_weights)[0])
+
+    results = tf.function(lambda: strategy.run(on_replica), autograph=False)()
+    rows, parts = (
+        np.stack([x.numpy() for x in strategy.experimental_local_results(result)])
+        for result in results
+    )
+    values = model.get_weights()[0]
+    gradient = np.zeros_like(values)
+    np.add.at(gradient, ids, upstream)
+    return (rows, parts.reshape(-1)[: values.size].reshape(values.shape)), (values[ids], gradient)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [(99, 4), (100, 4), (1, 7), (2, 2)],
+    ids=["whole rows in parts", "rows in two parts", "a row in all parts", "an empty part"],
+)
+def test_rows_may_lie_in_several_parts(table):
+    (rows, gradient), (expected_rows, expected_gradient) = looked_up(table)
+    np.testing.assert_array_equal(rows, expected_rows)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["gather_dtype", "grad_dtype"])
+def test_rows_are_sent_in_the_dtypes_of_weights_and_gradients(option):
+    results = zip(*looked_up((100, 4), **{option: "bfloat16"}), strict=True)
+    for name, (value, exact) in zip(("gather_dtype", "grad_dtype"), results, strict=True):
+        error = np.abs(value - exact).max() / np.abs(exact).max()
+        assert (1e-5 < error < 1e-2) if name == option else (error < 1e-6), name
 
 
 def test_table_in_several_weights_is_gathered(mirrored):

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from tfdist.parallel.sparse_gradients import merge_duplicates, to_dense
+from tfdist.keras_compat.sparse_gradients import merge_duplicates, to_dense
 
 
 def test_repeated_indices_of_a_sparse_gradient_are_summed():

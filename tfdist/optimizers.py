@@ -1,0 +1,87 @@
+"""Optimizer for large embedding tables: updates only the rows that a batch has used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat import fused_updates
+
+__all__ = ["LazyAdam"]
+
+# Options of Keras' optimizers by which they make sparse gradients dense.
+_DENSE = ("global_clipnorm", "gradient_accumulation_steps")
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class LazyAdam(keras.optimizers.Adam):
+    """Version of Adam that updates only the rows of sparse gradients, and their moments.
+
+    `keras.optimizers.Adam` computes on the whole table of an embedding in each step: the moments of
+    all rows decay, and move rows that the batch has not used. `LazyAdam` leaves these rows and
+    their moments as they are, so that the time of a step does not depend on the size of the table.
+    Its numbers therefore differ from those of Adam, but for rows that are used in each step. All
+    other weights are updated as by Adam.
+
+    Sparse gradients are those of `keras.layers.Embedding` and `tfdist.layers.ShardedEmbedding`,
+    unless a regularizer or another layer uses the table, too. Weight decay and moving averages
+    (`use_ema`) still act on all rows.
+
+    Args:
+        learning_rate: Learning rate, or a schedule.
+        **kwargs: Other arguments of `keras.optimizers.Adam`. To clip gradients, use `clipnorm` or
+            `clipvalue`.
+
+    Raises:
+        ValueError: If an argument would make gradients dense.
+
+    Example:
+        >>> layer = keras.layers.Embedding(4, 2, "zeros")
+        >>> model = keras.Sequential([keras.Input([1]), layer])
+        >>> model.compile(LazyAdam(0.5), "mse")
+        >>> _ = model.fit(tf.constant([[2], [2]]), tf.ones([2, 1, 2]), verbose=0)
+        >>> layer.embeddings.numpy()[:, 0].round(2).tolist()
+        [0.0, 0.0, 0.5, 0.0]
+    """
+
+    def __init__(self, learning_rate: Any = 0.001, **kwargs: Any):
+        for name in _DENSE:
+            if kwargs.get(name):
+                raise ValueError(
+                    f"LazyAdam: {name}: expected None, received {kwargs[name]!r}: the gradient of "
+                    "a table would be as large as the table. Use keras.optimizers.Adam, or clip by "
+                    "clipnorm or clipvalue."
+                )
+        super().__init__(learning_rate, **kwargs)
+
+    @fused_updates.fusible
+    def update_step(self, gradient, variable, learning_rate):
+        """See `keras.optimizers.Adam`."""
+        if isinstance(gradient, tf.IndexedSlices):
+            fused_updates.update_rows(self, gradient, variable, learning_rate)
+        else:
+            super().update_step(gradient, variable, learning_rate)
+
+
+def check_sparse(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], cause: str) -> None:
+    """Check that an optimizer need not be given a sparse gradient as a dense one.
+
+    Args:
+        optimizer: Outermost optimizer.
+        grads: Gradients that will be made dense; None for no gradient.
+        cause: What makes them dense, for the error message.
+
+    Raises:
+        ValueError: If the optimizer is a `LazyAdam`, and a gradient is sparse.
+    """
+    inner = optimizer
+    while (innermost := getattr(inner, "inner_optimizer", None)) is not None:
+        inner = innermost
+    if isinstance(inner, LazyAdam) and any(isinstance(g, tf.IndexedSlices) for g in grads):
+        raise ValueError(
+            f"LazyAdam: expected sparse gradients of embedding tables, but {cause} makes them "
+            "dense, and all rows would be updated. Leave it out, or use keras.optimizers.Adam."
+        )
