@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tfdist import app, config, data, flags, layers, loops, models, parallel, sync
+    from tfdist import app, config, data, flags, layers, loops, models, optimizers, parallel, sync
     from tfdist.cluster.spec import ClusterSpec
     from tfdist.strategies.factory import make_strategy
     from tfdist.strategies.init import init
@@ -50,6 +50,7 @@ _HOMES = {
     "make_strategy": "tfdist.strategies.factory",
     "models": "tfdist.models",
     "notebook_launcher": "tfdist.tools.notebook_launcher",
+    "optimizers": "tfdist.optimizers",
     "parallel": "tfdist.parallel",
     "pipeline_devices": "tfdist.strategies.stages",
     "sync": "tfdist.sync",
@@ -76,6 +77,7 @@ __all__ = [
     "make_strategy",
     "models",
     "notebook_launcher",
+    "optimizers",
     "parallel",
     "pipeline_devices",
     "sync",

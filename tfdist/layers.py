@@ -48,22 +48,25 @@ class ShardedEmbedding(keras.layers.Layer):
     travels once.
 
     Under synchronous strategies, call `tfdist.parallel.fsdp(model)`: each replica then holds a part
-    of the table and of its optimizer states. A step sends ids, and the rows of the global batch
-    twice, instead of the table. Without `fsdp`, each replica holds the whole table.
+    of the table and of its optimizer states. A step sends the distinct ids of the batch, and their
+    rows twice, instead of the table. Without `fsdp`, each replica holds the whole table.
 
     Results, gradients and weights files are those of `keras.layers.Embedding`. Either layer reads
     the other's files, whatever the number of shards. But an id out of range is an error everywhere,
     also where Keras takes -1 as the last row or a GPU gives zeros. Adam, RMSprop and Adagrad square
     the sum of an id's gradients, as they do for `keras.layers.Embedding` under a strategy of
     tfdist. Without such a strategy and with one shard, Keras squares the parts one by one. Of
-    Keras' optimizers only SGD without momentum and Adagrad update only the batch's rows. The others
-    compute on a whole shard and its optimizer states, where it is.
+    Keras' optimizers only SGD without momentum and Adagrad update only the batch's rows, and so
+    does `tfdist.optimizers.LazyAdam`. The others compute on a whole shard and its optimizer states,
+    where it is.
 
     Initial values are those of `keras.layers.Embedding` with the same seeded initializer, if the
     table has one shard or up to 2**26 values. A larger table never lies in one memory: each shard
     is initialized by itself, with its own seed, and initializers that depend on the shape (such as
-    `glorot_uniform`) are refused. `get_table`, `set_table`, saving and loading do hold the whole
-    table in the process that calls them.
+    `glorot_uniform`) are refused. The parts that replicas hold under `fsdp` are initialized in the
+    same way, if the model is made in `tfdist.parallel.deferred()`; there, an initializer that
+    depends on the shape makes the whole table. `get_table`, `set_table`, saving and loading do hold
+    the whole table in the process that calls them.
 
     A regularizer or constraint acts on all rows in every step: workers then read and send the whole
     table each time. `activity_regularizer` touches only the rows of the batch.
@@ -356,13 +359,43 @@ def _shard_initializer(
         return initializer
     if table[0] * table[1] <= MAX_WHOLE_VALUES:
         return lambda shape, dtype=None: initializer(table, dtype=dtype)[shard::shards]
-    if type(initializer) not in _BY_VALUE or np.ndim(getattr(initializer, "value", 0)):
+    if not _is_by_value(initializer):
         raise ValueError(
             f"ShardedEmbedding: embeddings_initializer: a table {table} of more than "
             f"{MAX_WHOLE_VALUES} values is initialized in parts. Expected one of "
             f"{', '.join(cls.__name__ for cls in _BY_VALUE)} (of one value); received "
             f"{initializer}."
         )
+    return _of_shard(initializer, shard)
+
+
+def part_initializers(
+    initializer: Callable, table: tuple[int, int], parts: int
+) -> list[Callable] | None:
+    """Return the initializers of the parts of a table that is too large to be made as a whole.
+
+    Args:
+        initializer: Initializer of the whole table.
+        table: Shape of the table.
+        parts: Number of parts.
+
+    Returns:
+        An initializer for each part; None if the table may be whole in one memory, or must be,
+        because the initializer depends on its shape.
+    """
+    if parts == 1 or table[0] * table[1] <= MAX_WHOLE_VALUES or not _is_by_value(initializer):
+        return None
+    # Without a seed, each takes the next number of Python's generator, in all processes alike.
+    return [_of_shard(initializer, part) for part in range(parts)]
+
+
+def _is_by_value(initializer: Any) -> bool:
+    """Return whether an initializer treats all values alike, whatever the shape."""
+    return type(initializer) in _BY_VALUE and not np.ndim(getattr(initializer, "value", 0))
+
+
+def _of_shard(initializer: Any, shard: int) -> Any:
+    """Return an initializer of the same kind with a seed of its own for a shard."""
     config = initializer.get_config()
     if isinstance(config.get("seed"), int):  # None: each shard gets a new seed anyway
         config["seed"] = (config["seed"] + shard * _SEED_STRIDE) % 2**32

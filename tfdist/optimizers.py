@@ -72,7 +72,7 @@ def check_sparse(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], ca
     Args:
         optimizer: Outermost optimizer.
         grads: Gradients that will be made dense; None for no gradient.
-        cause: What makes them dense, for the error message.
+        cause: Subject of the error message: what makes them dense.
 
     Raises:
         ValueError: If the optimizer is a `LazyAdam`, and a gradient is sparse.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,11 +62,15 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         tfdist.layers.ShardedEmbedding if job.way.startswith("Sharded") else keras.layers.Embedding
     )
     keras.utils.set_random_seed(3)
-    with strategy.scope():
+    before = _resident()
+    with strategy.scope(), contextlib.ExitStack() as context:
+        if "FSDP" in job.way:
+            context.enter_context(tfdist.parallel.deferred())
         ids = keras.Input([IDS], dtype="int64")
         x = layer(job.rows, WIDTH, embeddings_initializer="zeros")(ids)
         outputs = keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(x))
         model = keras.Model(ids, outputs)
+        context.close()
         if "FSDP" in job.way:
             tfdist.parallel.fsdp(model)
         optimizers = {
@@ -80,6 +86,7 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 1:
                 time.sleep(0.5)  # threads that send release the last tensors late
+                self.resident = _resident() - before
                 self.held = tf.config.experimental.get_memory_info("CPU:0")["current"]
                 tf.config.experimental.reset_memory_stats("CPU:0")
                 self.sent = _sent()
@@ -97,7 +104,8 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
             x, y, batch_size=job.batch, shuffle=False, verbose=0, callbacks=[recorder]
         ).history["loss"]
         return {
-            "resident": recorder.held,
+            "resident": recorder.resident,
+            "held": recorder.held,
             "peak": tf.config.experimental.get_memory_info("CPU:0")["peak"],
             "seconds": recorder.seconds / steps,
             "sent": (_sent() - recorder.sent) / steps,
@@ -105,6 +113,12 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         }
 
     return 4 * model.count_params(), train
+
+
+def _resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def _sent() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdist
@@ -673,6 +674,34 @@ def keras_distribution(strategy):
             "evaluate": model.evaluate(x, y, batch_size=7, verbose=0),
             "predict": model.predict(x, batch_size=7, verbose=0),
         }
+    return result
+
+
+@case
+def keras_distribution_of_own_data(strategy):
+    """Train on batches of which each process has a part; the parts of two differ in size."""
+    tfdist.enable()
+    devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
+    placement = strategy.tfdist_engine.placement
+
+    def own(*arrays):
+        def part(x):
+            third = tf.shape(x)[0] // 3
+            return x if placement.workers == 1 else x[:third] if placement.is_chief else x[third:]
+
+        return dataset(*arrays).map(lambda *columns: tuple(part(x) for x in columns))
+
+    keras.utils.set_random_seed(1)
+    with keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False).scope():
+        model = mlp()
+        model.compile("adam", CROSSENTROPY, metrics=["accuracy"])
+        train, validation = own(*data(GLOBAL_BATCH * 2 + 7)), own(*data(17, seed=5))
+        result = fitted(model, train, watch=False, epochs=2, validation_data=validation)
+        if placement.workers > 1:
+            with pytest.raises(ValueError, match="predict: expected the same data in all proc"):
+                model.predict(train, verbose=0)
+    with keras.distribution.DataParallel(devices=devices).scope():
+        result["predict"] = model.predict(data(31)[0], verbose=0)
     return result
 
 

@@ -72,7 +72,7 @@ def _hook(cls: Any, update: Callable[..., bool]) -> None:
 
 
 def fusible(update_step: Callable) -> Callable:
-    """Mark the `update_step` of an optimizer: the dense updates that it leaves to Keras are fused.
+    """Fuse the dense updates that the `update_step` of an own optimizer leaves to Keras.
 
     Args:
         update_step: Function that calls the `update_step` of a class of Keras for these.
@@ -234,7 +234,7 @@ def update_rows(
     variable: tf.Variable,
     learning_rate: Any,
 ) -> None:
-    """Update the rows of a sparse gradient as Adam does, and their slots; leave all other rows.
+    """Update the rows of a sparse gradient, and their slots, as Adam does.
 
     Other threads may update the same rows on a parameter server. Each reads the momentum before the
     velocity and writes it after the velocity, so that none finds a new momentum with an old

@@ -579,6 +579,11 @@ def initialize(variable: keras.Variable) -> None:
     variable._deferred_initialize()
 
 
+def initializer_of(variable: keras.Variable) -> Any:
+    """Return the function that gives a variable without a value its first one; else None."""
+    return variable._initializer
+
+
 def first_value(variable: keras.Variable) -> tf.Tensor:
     """Return the value that `initialize` would set."""
     return tf.convert_to_tensor(variable._initializer(variable._shape, dtype=variable._dtype))

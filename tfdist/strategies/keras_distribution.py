@@ -159,6 +159,8 @@ class Backend:
                 of a strategy that was entered in another way.
         """
         strategy = self._strategy_of(distribution) if isinstance(distribution, KNOWN) else None
+        if strategy is not None and strategy is self._workers:
+            strategy.own_batches = not hooks.shards_data(distribution)
         if strategy is not None or self._scope.current() is not None:
             self._scope.change(strategy)
         self._here.distribution = distribution
@@ -243,12 +245,6 @@ class Backend:
                 f"keras.distribution: expected a mesh of all devices of {self.num_processes()} "
                 f"processes, {', '.join(expected)}, received {', '.join(devices)}. Make it after "
                 "keras.distribution.initialize()."
-            )
-        if not hooks.shards_data(distribution):
-            raise ValueError(
-                "auto_shard_dataset: expected True with several processes, received False: on "
-                "TensorFlow, all processes are given the same data, and each takes its rows. Leave "
-                f"it out, and give each process the whole data set. {PAGE}"
             )
         hooks.leave_data_to_engine(distribution)
 

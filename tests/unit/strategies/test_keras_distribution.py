@@ -304,7 +304,7 @@ def test_wrong_arguments_of_initialize_are_named(arguments, message):
         keras.distribution.initialize(*arguments)
 
 
-def test_a_mesh_has_all_devices_of_all_processes_and_the_data_are_whole():
+def test_a_mesh_has_all_devices_of_all_processes():
     engine = types.SimpleNamespace(placement=Placement(2, 1))
     backend = module.Backend("cpu:0")
     backend._workers = types.SimpleNamespace(tfdist_engine=engine)
@@ -312,8 +312,6 @@ def test_a_mesh_has_all_devices_of_all_processes_and_the_data_are_whole():
     assert (backend.num_processes(), backend.process_id()) == (2, 1)
     with pytest.raises(ValueError, match=r"of 2 processes, cpu:0, cpu:1, received cpu:1\. Make it"):
         backend.change(DataParallel(devices=["cpu:1"]))
-    with pytest.raises(ValueError, match="auto_shard_dataset: expected True with several"):
-        backend.change(DataParallel(devices=TWO, auto_shard_dataset=False))
     assert backend.current() is None
 
 

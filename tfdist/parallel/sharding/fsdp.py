@@ -23,13 +23,14 @@ from tfdist.keras_compat.parallel import (
     has_value,
     have_values,
     initialize,
+    initializer_of,
     known_variables,
     own_copy,
     replace_constraint,
     without_values,
 )
 from tfdist.keras_compat.sparse_gradients import merge_duplicates, to_dense
-from tfdist.layers import ShardedEmbedding
+from tfdist.layers import ShardedEmbedding, part_initializers
 from tfdist.optimizers import LazyAdam, check_sparse
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import FLOATS, OUTSIDE, Group
@@ -186,7 +187,7 @@ class FSDP(Store):
         self.broadcast_values(model.weights)
         self._units = []
         for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
-            if isinstance(layer, ShardedEmbedding) and layer.shards == 1:
+            if looks_up_rows(layer):
                 layer.look_up = functools.partial(self._look_up, layer.look_up)
                 continue
             unit = Unit(
@@ -211,9 +212,17 @@ class FSDP(Store):
             unit.list_weights()
 
     def _shard_weights(self) -> None:
+        tables = {
+            id(layer.weights[0]): layer.embeddings_initializer
+            for layer in layers_of(self._model)
+            if looks_up_rows(layer)
+        }
         for v in weights_of(self._model):
             if not isinstance(v, Sharded):
-                self.shard_variable(v)
+                initializers = None
+                if id(v) in tables and initializer_of(v) is tables[id(v)]:
+                    initializers = part_initializers(tables[id(v)], v.shape, self.group.size)
+                self.shard_variable(v, initializers=initializers)
                 self._names[id(v)] = f"weight {len(self.weights)}"
                 self.weights.append(v)  # type: ignore[arg-type]
 
@@ -312,7 +321,7 @@ class FSDP(Store):
                 f"fsdp: {', '.join(unknown[:4])}: not among the weights when fsdp(model) was "
                 "called. Build the model, and enable LoRA, before that call."
             )
-        if self._updates_rows(optimizer):
+        if updates_rows(optimizer, self.policy):
             grads = [merge_duplicates(g) for g in grads]
         else:
             check_sparse(optimizer, grads, "what clips, checks or scales gradients under fsdp")
@@ -358,22 +367,6 @@ class FSDP(Store):
             lambda: None,
         )
 
-    def _updates_rows(self, optimizer: keras.optimizers.Optimizer) -> bool:
-        """Return whether an update needs only the rows of a sparse gradient."""
-        return (
-            type(optimizer) in (keras.optimizers.Adagrad, LazyAdam)
-            or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
-        ) and not any(
-            (
-                optimizer.clipnorm,
-                optimizer.global_clipnorm,
-                optimizer.clipvalue,
-                optimizer.gradient_accumulation_steps,
-                self.policy.clip_norm,
-                self.policy.skip_nonfinite,
-            )
-        )
-
     @contextlib.contextmanager
     def _constraints_on_whole(self, variables: Sequence[Sharded]) -> Iterator[None]:
         """Apply constraints to whole weights in this context, and keep this replica's part."""
@@ -394,6 +387,33 @@ class FSDP(Store):
         return flat_shards.to_rows(tf.convert_to_tensor(constraint(whole)), self.group.size)[
             self.group.rank
         ]
+
+
+def looks_up_rows(layer: keras.layers.Layer) -> bool:
+    """Return whether `fsdp` leaves the weights of a layer in their parts, and looks up rows."""
+    return isinstance(layer, ShardedEmbedding) and layer.shards == 1
+
+
+def updates_rows(optimizer: keras.optimizers.Optimizer, policy: Gradients) -> bool:
+    """Return whether an update needs only the rows of a sparse gradient.
+
+    Args:
+        optimizer: Outermost optimizer.
+        policy: Gradient policy.
+    """
+    return (
+        type(optimizer) in (keras.optimizers.Adagrad, LazyAdam)
+        or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
+    ) and not any(
+        (
+            optimizer.clipnorm,
+            optimizer.global_clipnorm,
+            optimizer.clipvalue,
+            optimizer.gradient_accumulation_steps,
+            policy.clip_norm,
+            policy.skip_nonfinite,
+        )
+    )
 
 
 def check_deferred(model: keras.Model) -> None:

@@ -79,11 +79,22 @@ class Store:
                 # A slice shares the memory of the whole tensor and would keep it alive.
                 local_component(variable, i).assign(tf.raw_ops.DeepCopy(x=parts[first + i]))
 
-    def shard_variable(self, variable: keras.Variable, trainable: bool = True) -> None:
+    def shard_variable(
+        self,
+        variable: keras.Variable,
+        trainable: bool = True,
+        initializers: Sequence[Callable] | None = None,
+    ) -> None:
         """Shard a variable, with the value of the chief's first replica.
 
         A deferred variable gets its first value here. Only this variable is whole at a time. All
         processes must call this, in the strategy's scope.
+
+        Args:
+            variable: Variable to shard.
+            trainable: Whether it may be trained.
+            initializers: Initializers of the rows of all replicas, for a deferred variable that is
+                not to be whole. None: it is whole for a moment.
         """
         shape = tuple(variable.shape)
         dtype = variable.dtype
@@ -93,6 +104,12 @@ class Store:
                 trainable=trainable,
                 name=variable.name,
             )
+            if initializers is not None:
+                make_sharded(variable, part, shape, self)
+                for i in range(self.placement.local_replicas):
+                    first = initializers[self.placement.first_replica + i]
+                    local_component(variable, i).assign(first(part.shape, dtype=dtype))
+                return
             value = (
                 tf.convert_to_tensor(local_component(variable, 0))
                 if has_value(variable)

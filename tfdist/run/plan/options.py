@@ -18,6 +18,7 @@ DATA_PARALLEL = "data parallel"
 FSDP = "FSDP (ZeRO-3)"
 PIPELINE = "pipeline parallel"
 LARGEST_BATCH = 1 << 20  # where neither memory nor examples bound the batch
+LOOKUP = 11  # bytes that a lookup in a sharded table takes for each byte of its rows, as measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Needs:
         not_sharded: Reason why ZeRO and FSDP cannot shard the optimizer; "" if they can.
         not_cut: Reason why the model cannot be cut into stages; "" if it can.
         frozen_weights: Bytes of each frozen weight that FSDP shards.
+        tables: Bytes of each trainable table of which FSDP looks up rows; they are among `weights`,
+            and not among `units`.
+        table_rows: Bytes of the rows of tables for each example; None if they are unknown.
+        updates_rows: Whether the optimizer updates only the rows of a table that a batch has used.
     """
 
     weights: Sequence[int]
@@ -79,6 +84,9 @@ class Needs:
     not_sharded: str = ""
     not_cut: str = ""
     frozen_weights: Sequence[int] = ()
+    tables: Sequence[int] = ()
+    table_rows: int | None = 0
+    updates_rows: bool = False
 
     @property
     def trainable(self) -> int:
@@ -330,11 +338,22 @@ def _fsdp(needs: Needs, devices: int) -> Option:
     frozen = needs.frozen - sum(needs.frozen_weights) + frozen_part
     resident = part + frozen + _slots(needs, devices) + needs.scalars
     largest = max(needs.units, default=0)
+    whole = _without(needs.weights, needs.tables)  # weights that are gathered
+    updated = dataclasses.replace(needs, weights=whole) if needs.updates_rows else needs
+    exchanged = (needs.table_rows or 0) * math.ceil(needs.rows / devices)
     # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
-    peak = resident + part + 3 * largest + _step(needs, devices, devices)
+    peak = (
+        resident
+        + _part(updated, devices)
+        + 3 * largest
+        + _step(updated, devices, devices)
+        + LOOKUP * exchanged
+    )
     kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
-    gathered = 2 * (needs.trainable + sum(needs.frozen_weights)) - sum(kept_layers)
-    sent = _others(gathered, devices) + _others(needs.trainable, devices)
+    gathered = 2 * (sum(whole) + sum(needs.frozen_weights)) - sum(kept_layers)
+    sent = None
+    if needs.table_rows is not None:
+        sent = _others(gathered + sum(whole) + 2 * exchanged, devices)
     return Option(
         FSDP,
         "parallel.zero=3",
@@ -411,6 +430,14 @@ def _shards(variables: Sequence[int], devices: int) -> int:
     Each variable is padded so that all its shards have equally many rows.
     """
     return sum(-(-count // devices) for count in variables)
+
+
+def _without(weights: Sequence[int], tables: Sequence[int]) -> list[int]:
+    """Return the bytes of weights that are not tables."""
+    rest = list(weights)
+    for table in tables:
+        rest.remove(table)
+    return rest
 
 
 def _slots(needs: Needs, devices: int) -> int:

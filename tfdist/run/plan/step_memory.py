@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist import config
+from tfdist import config, sync
 from tfdist.run.plan.options import Needs, Stage
 from tfdist.runtime import subprocesses
 
@@ -87,7 +87,7 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
 
     from tfdist.data.batch_rows import count_rows
     from tfdist.parallel import deferred
-    from tfdist.parallel.sharding import fsdp_unit, global_norm
+    from tfdist.parallel.sharding import fsdp, fsdp_unit, global_norm
     from tfdist.run import build, input_pipeline
 
     tf.config.set_visible_devices([], "GPU")
@@ -107,9 +107,11 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
     low, high = (_smallest_peak(model, _first(batch, count)) for count in (less, more))
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
+    layers = list(fsdp_unit.layers_of(model))
+    tables = [layer for layer in layers if fsdp.looks_up_rows(layer)]
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
-        units=[_bytes(fsdp_unit.weights_of(layer)) for layer in fsdp_unit.layers_of(model)],
+        units=[_bytes(fsdp_unit.weights_of(layer)) for layer in layers if layer not in tables],
         frozen=_bytes(
             [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
         ),
@@ -126,7 +128,29 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
         not_sharded=_refusal(global_norm.check_elementwise, inner),
         not_cut=not_cut,
         frozen_weights=[_bytes([v]) for v in fsdp_unit.weights_of(model) if not v.trainable],
+        tables=[_bytes([v]) for layer in tables for v in layer.trainable_weights],
+        table_rows=_table_rows(model, tables),
+        updates_rows=fsdp.updates_rows(optimizer, sync.Gradients()),
     )
+
+
+def _table_rows(model: Any, tables: Sequence[Any]) -> int | None:
+    """Return the bytes that tables give for one example; None if the model does not tell."""
+    from tfdist.parallel.pipeline_parallel import split
+
+    if not tables:
+        return 0
+    try:
+        graph = split.graph_of(model)
+    except ValueError:
+        return None
+    sizes = [
+        _size(graph.tensors[number])
+        for call in graph.calls
+        if call.operation in tables
+        for number in call.output_numbers
+    ]
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _smallest_peak(model: Any, batch: Any) -> int:

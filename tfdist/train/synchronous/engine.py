@@ -415,6 +415,11 @@ class Engine(Hooks):
         """Return whether Keras is in `fit`, `evaluate` or `predict`."""
         return self._kind is not None
 
+    @property
+    def predicting(self) -> bool:
+        """Return whether Keras is in `predict`."""
+        return self._kind == "predict"
+
     def feed(self, dataset: tf.data.Dataset) -> Feed:
         """Return the `Feed` that Keras iterates over instead of `dataset`."""
         if self._kind != "fit" or self._training_feed is not None:

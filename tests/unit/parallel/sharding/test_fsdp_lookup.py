@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist import layers
 from tfdist.layers import ShardedEmbedding
-from tfdist.parallel import fsdp
+from tfdist.parallel import deferred, fsdp
 
 TABLE = (101, 5)  # neither rows nor values divide by two
 # Those that update the rows of a sparse gradient, and one that needs a dense one.
@@ -94,6 +95,37 @@ def test_rows_are_sent_in_the_dtypes_of_weights_and_gradients(option):
     for name, (value, exact) in zip(("gather_dtype", "grad_dtype"), results, strict=True):
         error = np.abs(value - exact).max() / np.abs(exact).max()
         assert (1e-5 < error < 1e-2) if name == option else (error < 1e-6), name
+
+
+def test_a_large_table_is_never_whole(mirrored, monkeypatch):
+    monkeypatch.setattr(layers, "MAX_WHOLE_VALUES", 10)
+    shapes = []
+
+    class Recorded(keras.initializers.RandomNormal):
+        def __call__(self, shape, dtype=None):
+            shapes.append(tuple(shape))
+            return super().__call__(shape, dtype)
+
+    monkeypatch.setattr(layers, "_BY_VALUE", (*layers._BY_VALUE, Recorded))
+
+    def table(initializer, values=None):
+        with mirrored.scope():
+            with deferred():
+                ids = keras.Input([], dtype="int32")
+                model = keras.Sequential([ids, ShardedEmbedding(*TABLE, initializer)])
+                if values is not None:
+                    model.set_weights([values])
+            fsdp(model)
+        return model.get_weights()[0]
+
+    tables = [table(Recorded(seed=seed)) for seed in (5, 5, None, None)]
+    assert set(shapes) == {(253,)}
+    np.testing.assert_array_equal(tables[0], tables[1])
+    # No two parts, and no two tables without a seed, are alike.
+    assert len(np.unique(tables)) == 3 * TABLE[0] * TABLE[1]
+    np.testing.assert_array_equal(table(Recorded(), tables[0] + 1), tables[0] + 1)
+    assert table("glorot_uniform").any()
+    assert (table("ones") == 1).all()
 
 
 def test_table_in_several_weights_is_gathered(mirrored):

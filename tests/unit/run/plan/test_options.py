@@ -102,6 +102,27 @@ def test_frozen_weights_are_whole_except_under_fsdp():
     assert fsdp.sent == (2 * 120 - 60 + 40) * MEGA * 3 // 4
 
 
+@pytest.mark.parametrize("updates_rows", [True, False])
+def test_tables_stay_in_parts_under_fsdp(updates_rows):
+    """Two of four weights of 10 MB are tables, which give 0.1 MB of rows for each example."""
+    needs = dataclasses.replace(
+        FOUR,
+        units=[10 * MEGA] * 2,
+        tables=[10 * MEGA] * 2,
+        table_rows=MEGA // 10,
+        updates_rows=updates_rows,
+    )
+    fsdp = options_by_name(4, needs)["FSDP (ZeRO-3)"]
+    assert fsdp.resident == (10 + 20) * MEGA
+    lookups = 8 * 0.1
+    part_of_gradients = 5 if updates_rows else 10
+    assert fsdp.peak == fsdp.resident + (part_of_gradients + 3 * 10 + 8 + 5 + 11 * lookups) * MEGA
+    # The two other weights twice, but those of the last layers once; gradients once; rows twice.
+    assert fsdp.sent == (2 * 20 - 20 + 20 + 2 * lookups) * MEGA * 3 / 4
+    unknown = dataclasses.replace(needs, table_rows=None)
+    assert options_by_name(4, unknown)["FSDP (ZeRO-3)"].sent is None
+
+
 @pytest.mark.parametrize(
     ("needs", "name", "reason"),
     [
