@@ -45,6 +45,7 @@ from tfdist.keras_compat import (
     replica_losses,
     scopes,
 )
+from tfdist.keras_compat import parallel as sharding_hooks
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 from tfdist.keras_compat.scopes import leave_scope as leave_scope
@@ -902,6 +903,14 @@ def broadcast_initial_values(
         if replica_id != 0:
             return original(replica_id, device, primary_var, **kwargs)
         value = kwargs["initial_value"]
+        if sharding_hooks.have_own_values():
+
+            def own():
+                with tf.device(device):
+                    first = value() if callable(value) else value
+                    return tf.convert_to_tensor(first, kwargs.get("dtype"))
+
+            return own
         dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
         narrow = tf.as_dtype(dtype) if dtype is not None else None
         wide = _BROADCAST_AS.get(narrow)

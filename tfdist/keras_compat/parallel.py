@@ -320,6 +320,26 @@ def as_shards() -> Iterator[None]:
         _state.shards = before
 
 
+def have_own_values() -> bool:
+    """Return whether this thread is inside `own_values`."""
+    return getattr(_state, "own_values", False)
+
+
+@contextlib.contextmanager
+def own_values() -> Iterator[None]:
+    """Give new variables the initial values of this process within the context.
+
+    A strategy of several workers broadcasts those of the chief: for the parts of a large model,
+    gigabytes that are alike, or are overwritten at once.
+    """
+    before = have_own_values()
+    _state.own_values = True
+    try:
+        yield
+    finally:
+        _state.own_values = before
+
+
 @contextlib.contextmanager
 def replaced_shards(values: dict[int, Any]) -> Iterator[None]:
     """Make sharded variables have these values within the context.
@@ -381,7 +401,7 @@ def hook_optimizers() -> None:
     def add_variable_from_reference(self, reference_variable, *args, **kwargs):
         if not isinstance(reference_variable, Sharded):
             return original_slot(self, reference_variable, *args, **kwargs)
-        with as_shards():
+        with as_shards(), own_values():
             slot = original_slot(self, reference_variable, *args, **kwargs)
         make_sharded(
             slot, None, reference_variable.tfdist_shape, reference_variable.tfdist_store.slots

@@ -10,7 +10,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import engine_of, local_component
-from tfdist.keras_compat.parallel import Sharded, first_value, has_value, make_sharded, own_copy
+from tfdist.keras_compat.parallel import (
+    Sharded,
+    first_value,
+    has_value,
+    make_sharded,
+    own_copy,
+    own_values,
+)
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import OUTSIDE, Group, sendable
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
@@ -99,11 +106,11 @@ class Store:
         shape = tuple(variable.shape)
         dtype = variable.dtype
         with tf.init_scope():
-            part = tf.Variable(
-                tf.zeros([flat_shards.length(flat_shards.elements(shape), self.group.size)], dtype),
-                trainable=trainable,
-                name=variable.name,
-            )
+            length = flat_shards.length(flat_shards.elements(shape), self.group.size)
+            with own_values():
+                part = tf.Variable(
+                    tf.zeros([length], dtype), trainable=trainable, name=variable.name
+                )
             if initializers is not None:
                 make_sharded(variable, part, shape, self)
                 for i in range(self.placement.local_replicas):

@@ -31,6 +31,7 @@ from tfdist.keras_compat.parallel import (
     copy_weight_decay_exclusions,
     make_sharded,
     moving_averages,
+    own_values,
 )
 from tfdist.optimizers import check_sparse
 from tfdist.parallel.collectives import flat_shards
@@ -228,7 +229,9 @@ class Zero(keras.optimizers.Optimizer):
         with tf.init_scope():
             for v in full:
                 shape = (flat_shards.length(flat_shards.elements(v.shape), self.group.size),)
-                shards.append(keras.Variable(tf.zeros(shape, v.dtype), dtype=v.dtype, name=v.name))
+                with own_values():
+                    part = keras.Variable(tf.zeros(shape, v.dtype), dtype=v.dtype, name=v.name)
+                shards.append(part)
                 make_sharded(shards[-1], None, v.shape, self._store)
             copy_weight_decay_exclusions(self.inner_optimizer, full, self.inner_optimizer, shards)
             self.inner_optimizer.build(shards)
