@@ -123,8 +123,8 @@ def report(results: Results, verdicts: list[dict], facts: dict, rows: int) -> st
             f"examples a step of each worker, each with {IDS} random ids: those of two workers "
             f"touch {min(1.0, 2 * BATCH * IDS / rows):.2%} of the rows. Two workers have one core "
             "each, four share two. `Embedding` is that of Keras; without FSDP each worker holds "
-            "the whole table. LazyAdam does not move the rows that a batch does not use, so that "
-            "its losses are others than those of Adam."
+            "the whole table. LazyAdam does not move the rows that a batch does not use, so "
+            "its losses differ from Adam's."
         ),
         (
             "Medians over the rounds, min..max in brackets. Memory is the most of all workers: "

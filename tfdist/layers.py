@@ -48,8 +48,9 @@ class ShardedEmbedding(keras.layers.Layer):
     travels once.
 
     Under synchronous strategies, call `tfdist.parallel.fsdp(model)`: each replica then holds a part
-    of the table and of its optimizer states. A step sends the distinct ids of the batch, and their
-    rows twice, instead of the table. Without `fsdp`, each replica holds the whole table.
+    of the table and of its optimizer states. Instead of the table, a step sends the distinct ids of
+    the batch, their rows, and the gradients of the rows. Without `fsdp`, each replica holds the
+    whole table.
 
     Results, gradients and weights files are those of `keras.layers.Embedding`. Either layer reads
     the other's files, whatever the number of shards. But an id out of range is an error everywhere,
@@ -61,12 +62,12 @@ class ShardedEmbedding(keras.layers.Layer):
     where it is.
 
     Initial values are those of `keras.layers.Embedding` with the same seeded initializer, if the
-    table has one shard or up to 2**26 values. A larger table never lies in one memory: each shard
-    is initialized by itself, with its own seed, and initializers that depend on the shape (such as
-    `glorot_uniform`) are refused. The parts that replicas hold under `fsdp` are initialized in the
-    same way, if the model is made in `tfdist.parallel.deferred()`; there, an initializer that
-    depends on the shape makes the whole table. `get_table`, `set_table`, saving and loading do hold
-    the whole table in the process that calls them.
+    table has up to 2**26 values, or one shard. Several shards of a larger table are never in one
+    memory: each is initialized by itself, with its own seed, and initializers that depend on the
+    shape (such as `glorot_uniform`) are refused. Under `fsdp`, replicas initialize their parts of
+    such a table in the same way, if the model is made in `tfdist.parallel.deferred()`. The values
+    then depend on the number of replicas. `get_table`, `set_table`, saving and loading, and under
+    `fsdp` an initializer that depends on the shape, hold the whole table in one memory.
 
     A regularizer or constraint acts on all rows in every step: workers then read and send the whole
     table each time. `activity_regularizer` touches only the rows of the batch.
@@ -363,8 +364,8 @@ def _shard_initializer(
         raise ValueError(
             f"ShardedEmbedding: embeddings_initializer: a table {table} of more than "
             f"{MAX_WHOLE_VALUES} values is initialized in parts. Expected one of "
-            f"{', '.join(cls.__name__ for cls in _BY_VALUE)} (of one value); received "
-            f"{initializer}."
+            f"{', '.join(cls.__name__ for cls in _BY_VALUE)} (of one value, with a number or "
+            f"nothing as seed); received {initializer}."
         )
     return _of_shard(initializer, shard)
 
@@ -390,8 +391,12 @@ def part_initializers(
 
 
 def _is_by_value(initializer: Any) -> bool:
-    """Return whether an initializer treats all values alike, whatever the shape."""
-    return type(initializer) in _BY_VALUE and not np.ndim(getattr(initializer, "value", 0))
+    """Return whether an initializer treats all values alike, and can have a seed for each shard."""
+    return (
+        type(initializer) in _BY_VALUE
+        and not np.ndim(getattr(initializer, "value", 0))
+        and isinstance(initializer.get_config().get("seed"), int | None)
+    )
 
 
 def _of_shard(initializer: Any, shard: int) -> Any:

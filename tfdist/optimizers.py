@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,15 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import fused_updates
+from tfdist.keras_compat.sparse_gradients import merge_duplicates
+
+log = logging.getLogger("tfdist")
 
 __all__ = ["LazyAdam"]
 
 # Options of Keras' optimizers by which they make sparse gradients dense.
 _DENSE = ("global_clipnorm", "gradient_accumulation_steps")
+_TABLE = "embeddings"  # begins the name of a table
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -27,12 +32,12 @@ class LazyAdam(keras.optimizers.Adam):
     other weights are updated as by Adam.
 
     Sparse gradients are those of `keras.layers.Embedding` and `tfdist.layers.ShardedEmbedding`,
-    unless a regularizer or another layer uses the table, too. Weight decay and moving averages
-    (`use_ema`) still act on all rows.
+    unless a regularizer or another layer uses the table, too; then a line of the log says that its
+    gradient is dense. Weight decay and moving averages (`use_ema`) still act on all rows.
 
     Args:
-        learning_rate: Learning rate, or a schedule.
-        **kwargs: Other arguments of `keras.optimizers.Adam`. To clip gradients, use `clipnorm` or
+        *args: Arguments of `keras.optimizers.Adam`, of which the first is the learning rate.
+        **kwargs: Arguments of `keras.optimizers.Adam`. To clip gradients, use `clipnorm` or
             `clipvalue`.
 
     Raises:
@@ -47,27 +52,42 @@ class LazyAdam(keras.optimizers.Adam):
         [0.0, 0.0, 0.5, 0.0]
     """
 
-    def __init__(self, learning_rate: Any = 0.001, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._found_dense: set[str] = set()
         for name in _DENSE:
-            if kwargs.get(name):
+            if value := getattr(self, name):
                 raise ValueError(
-                    f"LazyAdam: {name}: expected None, received {kwargs[name]!r}: the gradient of "
-                    "a table would be as large as the table. Use keras.optimizers.Adam, or clip by "
+                    f"LazyAdam: {name}: expected None, received {value!r}: the gradient of a table "
+                    "would be as large as the table. Use keras.optimizers.Adam, or clip by "
                     "clipnorm or clipvalue."
                 )
-        super().__init__(learning_rate, **kwargs)
+
+    def apply(self, grads, trainable_variables=None):
+        """See `keras.optimizers.Optimizer`; sums the rows of an index before they are clipped."""
+        if not tf.distribute.has_strategy():  # the engine of a strategy does so
+            grads = [merge_duplicates(g) for g in grads]
+        return super().apply(grads, trainable_variables)
 
     @fused_updates.fusible
     def update_step(self, gradient, variable, learning_rate):
         """See `keras.optimizers.Adam`."""
         if isinstance(gradient, tf.IndexedSlices):
             fused_updates.update_rows(self, gradient, variable, learning_rate)
-        else:
-            super().update_step(gradient, variable, learning_rate)
+            return
+        updated = fused_updates.variable_of(self, variable)
+        if updated.name.startswith(_TABLE) and updated.path not in self._found_dense:
+            self._found_dense.add(updated.path)
+            log.warning(
+                "LazyAdam: the gradient of %s is dense, so that all of its rows are updated in "
+                "each step, as by Adam. See docs/sharding.md, Adam for tables.",
+                updated.path,
+            )
+        super().update_step(gradient, variable, learning_rate)
 
 
 def check_sparse(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], cause: str) -> None:
-    """Check that an optimizer need not be given a sparse gradient as a dense one.
+    """Raise ValueError if a `LazyAdam` would be given a sparse gradient as a dense one.
 
     Args:
         optimizer: Outermost optimizer.

@@ -231,12 +231,12 @@ def custom_train_step(strategy):
 
 
 @case
-def embedding_with_repeated_ids(strategy):
+def embedding_with_repeated_ids(strategy, optimizer=keras.optimizers.Adam):
     rng = np.random.default_rng(3)
     train = dataset(rng.integers(0, 5, (60, 4)), rng.integers(0, 3, 60))
     return simple(
         strategy,
-        lambda: keras.optimizers.Adam(0.05),
+        lambda: optimizer(0.05),
         train,
         lambda: keras.Sequential(
             [
@@ -247,6 +247,11 @@ def embedding_with_repeated_ids(strategy):
             ]
         ),
     )
+
+
+@case
+def lazy_adam_with_repeated_ids(strategy):
+    return embedding_with_repeated_ids(strategy, tfdist.optimizers.LazyAdam)
 
 
 @case
@@ -679,17 +684,22 @@ def keras_distribution(strategy):
 
 @case
 def keras_distribution_of_own_data(strategy):
-    """Train on batches of which each process has a part; the parts of two differ in size."""
+    """Train on batches of which each of two processes has a part; one has no part of the last."""
     tfdist.enable()
     devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
     placement = strategy.tfdist_engine.placement
 
     def own(*arrays):
-        def part(x):
-            third = tf.shape(x)[0] // 3
-            return x if placement.workers == 1 else x[:third] if placement.is_chief else x[third:]
+        def part(*columns):
+            third = tf.shape(columns[0])[0] // 3
+            return tuple(x[:third] if placement.is_chief else x[third:] for x in columns)
 
-        return dataset(*arrays).map(lambda *columns: tuple(part(x) for x in columns))
+        batches = dataset(*arrays)
+        if placement.workers == 1:
+            return batches
+        last = len(batches) - 1
+        parts = batches.take(last).map(part)
+        return parts if placement.is_chief else parts.concatenate(batches.skip(last))
 
     keras.utils.set_random_seed(1)
     with keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False).scope():
@@ -700,6 +710,8 @@ def keras_distribution_of_own_data(strategy):
         if placement.workers > 1:
             with pytest.raises(ValueError, match="predict: expected the same data in all proc"):
                 model.predict(train, verbose=0)
+            with pytest.raises(ValueError, match="train_on_batch: expected the same global batch"):
+                model.train_on_batch(*data(12))
     with keras.distribution.DataParallel(devices=devices).scope():
         result["predict"] = model.predict(data(31)[0], verbose=0)
     return result

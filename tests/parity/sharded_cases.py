@@ -270,6 +270,9 @@ CASES = {
         "words",
         saved=True,
     ),
+    "recommender lazy adam": Case(
+        recommender, lambda: tfdist.optimizers.LazyAdam(0.05), ("fsdp",), "words", saved=True
+    ),
     "mlp lion": Case(mlp, lambda: keras.optimizers.Lion(0.003), ("zero1", "zero2", "fsdp")),
 }
 OF_PROCESSES = {

@@ -18,7 +18,7 @@ SETUPS = {  # name: strategy, devices, processes, cases
         2,
         "mlp sgd",
         "transformer adamw",
-        "recommender adagrad",
+        "recommender lazy adam",
         "outlier",
         "left alone",
     ),

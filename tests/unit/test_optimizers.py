@@ -82,14 +82,24 @@ def trained(
     return losses, first, model.get_weights(), state
 
 
+@pytest.fixture(scope="module")
+def expected(one_device):
+    return trained(one_device)
+
+
 @pytest.mark.parametrize(
-    ("embedding", "shard"),
-    [(keras.layers.Embedding, lambda model: None), (ShardedEmbedding, fsdp)],
-    ids=["whole", "sharded"],
+    ("replicas", "embedding", "shard"),
+    [
+        (2, keras.layers.Embedding, lambda model: None),
+        (2, ShardedEmbedding, fsdp),
+        (1, ShardedEmbedding, fsdp),
+    ],
+    ids=["whole", "sharded", "one part"],
 )
-def test_replicas_update_the_rows_that_one_updates(mirrored, one_device, embedding, shard):
-    expected = trained(one_device)
-    numbers = trained(mirrored, embedding, shard)
+def test_replicas_update_the_rows_that_one_updates(
+    mirrored, one_device, expected, replicas, embedding, shard
+):
+    numbers = trained(mirrored if replicas == 2 else one_device, embedding, shard)
     for kind, other in zip(numbers, expected, strict=True):
         for value, from_one in zip(kind, other, strict=True):
             np.testing.assert_allclose(value, from_one, atol=2e-6)
@@ -121,10 +131,30 @@ def test_options_that_make_gradients_dense_are_refused(option):
 
 
 @pytest.mark.parametrize("option", [{"clipnorm": 1e-3}, {"clipvalue": 1e-3}])
-def test_clipped_gradients_stay_sparse(one_device, option):
-    _, (first, *_), (last, *_), _ = trained(one_device, **option)
+def test_clipped_gradients_stay_sparse(one_device, expected, option, caplog):
+    numbers = trained(one_device, **option)
+    _, (first, *_), (last, *_), _ = numbers
     assert (first[1::2] == last[1::2]).all()
     assert (first[0] != last[0]).any()
+    assert numbers[0] != expected[0]
+    assert "is dense" not in caplog.text
+
+
+def test_rows_of_an_index_are_summed_before_they_are_clipped():
+    table = keras.Variable(np.zeros([3, 2], "float32"))
+    optimizer = LazyAdam(0.1, clipvalue=0.5)
+    rows = tf.IndexedSlices([[0.4, 0.4], [0.4, -0.4]], [1, 1], [3, 2])
+    optimizer.apply([rows], [table])
+    moments = optimizer.variables[2].numpy()
+    np.testing.assert_allclose(moments, [[0, 0], [0.05, 0], [0, 0]], atol=1e-7)
+
+
+def test_a_table_with_a_dense_gradient_is_named(mirrored, caplog):
+    trained(mirrored, shard=fsdp)  # which gathers the table of a keras.layers.Embedding
+    lines = [line for line in caplog.messages if "LazyAdam" in line]
+    assert len(lines) == 1
+    assert "the gradient of embedding" in lines[0]
+    assert "/embeddings is dense, so that all of its rows are updated" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -903,7 +903,7 @@ def broadcast_initial_values(
         if replica_id != 0:
             return original(replica_id, device, primary_var, **kwargs)
         value = kwargs["initial_value"]
-        if sharding_hooks.have_own_values():
+        if not sharding_hooks.broadcasts():
 
             def own():
                 with tf.device(device):

@@ -72,10 +72,10 @@ def _hook(cls: Any, update: Callable[..., bool]) -> None:
 
 
 def fusible(update_step: Callable) -> Callable:
-    """Fuse the dense updates that the `update_step` of an own optimizer leaves to Keras.
+    """Mark an `update_step` whose calls of that of Keras may be fused.
 
     Args:
-        update_step: Function that calls the `update_step` of a class of Keras for these.
+        update_step: Method of a subclass of an optimizer of Keras.
     """
     update_step.tfdist_fused = True  # type: ignore[attr-defined]
     return update_step
@@ -228,6 +228,11 @@ def _adam(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> b
     return True
 
 
+def variable_of(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> keras.Variable:
+    """Return the Keras variable that an optimizer updates as this variable of TensorFlow."""
+    return optimizer._trainable_variables[optimizer._get_variable_index(variable)]
+
+
 def update_rows(
     optimizer: keras.optimizers.Adam,
     gradient: tf.IndexedSlices,
@@ -241,7 +246,7 @@ def update_rows(
     velocity, which would move a weight too far.
 
     Args:
-        optimizer: Optimizer, whose slots may be those of an Adam.
+        optimizer: Built optimizer.
         gradient: Gradient with a row for some indices.
         variable: Variable that is updated.
         learning_rate: Learning rate as Keras passes it to `update_step`.

@@ -320,24 +320,24 @@ def as_shards() -> Iterator[None]:
         _state.shards = before
 
 
-def have_own_values() -> bool:
-    """Return whether this thread is inside `own_values`."""
-    return getattr(_state, "own_values", False)
+def broadcasts() -> bool:
+    """Return whether new variables get the chief's values: outside of `without_broadcast`."""
+    return getattr(_state, "broadcasts", True)
 
 
 @contextlib.contextmanager
-def own_values() -> Iterator[None]:
+def without_broadcast() -> Iterator[None]:
     """Give new variables the initial values of this process within the context.
 
     A strategy of several workers broadcasts those of the chief: for the parts of a large model,
     gigabytes that are alike, or are overwritten at once.
     """
-    before = have_own_values()
-    _state.own_values = True
+    before = broadcasts()
+    _state.broadcasts = False
     try:
         yield
     finally:
-        _state.own_values = before
+        _state.broadcasts = before
 
 
 @contextlib.contextmanager
@@ -401,7 +401,7 @@ def hook_optimizers() -> None:
     def add_variable_from_reference(self, reference_variable, *args, **kwargs):
         if not isinstance(reference_variable, Sharded):
             return original_slot(self, reference_variable, *args, **kwargs)
-        with as_shards(), own_values():
+        with as_shards(), without_broadcast():
             slot = original_slot(self, reference_variable, *args, **kwargs)
         make_sharded(
             slot, None, reference_variable.tfdist_shape, reference_variable.tfdist_store.slots

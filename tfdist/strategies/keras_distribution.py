@@ -159,10 +159,10 @@ class Backend:
                 of a strategy that was entered in another way.
         """
         strategy = self._strategy_of(distribution) if isinstance(distribution, KNOWN) else None
-        if strategy is not None and strategy is self._workers:
-            strategy.own_batches = not hooks.shards_data(distribution)
         if strategy is not None or self._scope.current() is not None:
             self._scope.change(strategy)
+        if strategy is not None and strategy is self._workers:
+            strategy.own_batches = not hooks.shards_data(distribution)
         self._here.distribution = distribution
 
     def distribute_tensor(self, tensor: Any, layout: Any) -> Any:

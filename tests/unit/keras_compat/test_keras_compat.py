@@ -680,6 +680,13 @@ def test_initial_values_are_broadcast_in_a_type_that_collectives_take(dtype):
     np.testing.assert_array_equal(received, value)
     assert sent[0].dtype in (tf.int32, tf.int64, tf.float32)
     assert contexts == [0]
+    with parallel.without_broadcast():
+        own = Strategy.extended._get_variable_creator_initial_value(
+            replica_id=0, device="/cpu:0", primary_var=None, initial_value=value, dtype=dtype
+        )()
+    assert own.dtype == dtype
+    np.testing.assert_array_equal(own, value)
+    assert len(sent) == 1
 
 
 # --- Data without a strategy ----------------------------------------------------------------------

@@ -220,8 +220,9 @@ class Group:
         """Send row i of each replica to replica i.
 
         Args:
-            x: Tensor `[size, ...]`. Other dimensions may be unknown until the step is run, but must
-                be equal on all replicas, and not 0, then. The bytes of such a call are not counted.
+            x: Tensor `[size, ...]`. Other dimensions may be unknown when the call is traced; in the
+                step, they must be equal on all replicas and greater than 0. The bytes of such a
+                call are not counted.
             name: Name of this call.
 
         Returns:
@@ -295,7 +296,8 @@ def _instance_key(call: str, x: tf.Tensor) -> int | tf.Tensor:
     key = zlib.crc32(call.encode()) & _KEY
     if x.shape.is_fully_defined():
         return key
-    size = tf.size(x, tf.int64) * 2_654_435_761  # spreads sizes that are near to each other
+    factors = [zlib.crc32(f"axis {axis}".encode()) | 1 for axis in range(x.shape.rank)]
+    size = tf.reduce_sum(tf.shape(x, tf.int64) * factors)
     return tf.cast(tf.bitwise.bitwise_xor(size, key) & _KEY, tf.int32)
 
 

@@ -48,8 +48,10 @@ def deferred() -> contextlib.AbstractContextManager[None]:
     """Defer the memory and the first values of a model's weights until `fsdp` is called.
 
     You build the model inside this context. `fsdp` then initializes the weights one at a time.
-    The same seeds give the same values as without this context. Weights that are loaded or assigned
-    inside it stay in the host's memory, whole, until `fsdp` has taken the replica's part of each.
+    The same seeds give the same values as without this context, but for `ShardedEmbedding` tables
+    of more than 2**26 values, of which each replica makes its own part. Weights that are loaded or
+    assigned inside it stay in the host's memory, whole, until `fsdp` has taken the replica's part
+    of each.
 
     Example:
         >>> import keras, tfdist
@@ -274,12 +276,7 @@ class FSDP(Store):
 
     def _look_up(self, default: Callable, tables: list[Sharded], ids: tf.Tensor) -> tf.Tensor:
         """Return rows of the one table; within a step, no replica gathers it."""
-        if (
-            self.group.size == 1
-            or have_values(tables)
-            or tf.executing_eagerly()
-            or not (self.scoped and self.in_step())
-        ):
+        if have_values(tables) or tf.executing_eagerly() or not (self.scoped and self.in_step()):
             return default(tables, ids)
         self.check_xla(self._model)
         (table,) = tables
@@ -402,7 +399,8 @@ def updates_rows(optimizer: keras.optimizers.Optimizer, policy: Gradients) -> bo
         policy: Gradient policy.
     """
     return (
-        type(optimizer) in (keras.optimizers.Adagrad, LazyAdam)
+        type(optimizer) is keras.optimizers.Adagrad
+        or type(optimizer).update_step is LazyAdam.update_step
         or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
     ) and not any(
         (

@@ -38,23 +38,28 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     width = table.tfdist_shape[1]
     part = local_component(table, group.local)
     (part_length,) = part.shape
+    in_row = tf.range(width, dtype=tf.int64)
+    if group.size == 1:
+        return tf.gather(part, tf.cast(ids, tf.int64)[:, None] * width + in_row)
     distinct, position = tf.unique(tf.cast(ids, tf.int64))
     requests = _requests(group, distinct, width, part_length, name)
-    wanted = group.all_to_all(requests.to_slots(tf.gather(distinct, requests.which), -1), name)
+    wanted = group.all_to_all(requests.to_slots(tf.gather(distinct, requests.row), -1), name)
     # Positions in this replica's part of the flat table, `[replicas, slots, output_dim]`.
     begin = wanted * width - group.rank * part_length
-    positions = begin[..., None] + tf.range(width, dtype=tf.int64)
-    own = tf.where((wanted[..., None] >= 0) & (positions >= 0) & (positions < part_length))
+    positions = begin[..., None] + in_row
+    own = tf.where((positions >= 0) & (positions < part_length))  # none of an empty slot
     # A gather from the variable itself: a read would copy the whole part, if rows are updated.
     found = tf.scatter_nd(
         own, tf.gather(part, tf.gather_nd(positions, own)), tf.shape(positions, tf.int64)
     )
     found = tf.ensure_shape(found, positions.shape)
-    rows_of_requests = requests.from_slots(_travel(gathering, found, name))
+    if not table.trainable:
+        found = tf.stop_gradient(found)
+    rows_of_requests = requests.from_slots(_exchange(gathering, found, name))
     return tf.gather(requests.sum(rows_of_requests), position)
 
 
-def _travel(gathering: Gathering, rows: tf.Tensor, name: str) -> tf.Tensor:
+def _exchange(gathering: Gathering, rows: tf.Tensor, name: str) -> tf.Tensor:
     """Send rows to the replicas that asked for them; in backward, their gradients come back.
 
     Args:
@@ -71,14 +76,14 @@ def _travel(gathering: Gathering, rows: tf.Tensor, name: str) -> tf.Tensor:
         return tf.cast(received, rows.dtype)
 
     @tf.custom_gradient
-    def travel(rows):
+    def exchange(rows):
         def grad(upstream):
             (weighed,) = weighted([tf.convert_to_tensor(upstream)], gathering.scale())
             return send(gathering.backward_group, weighed, gathering.grad_dtype, "gradients")
 
         return send(gathering.forward_group, rows, gathering.gather_dtype, "rows"), grad
 
-    return freed_with_graph([travel(rows)])[0]
+    return freed_with_graph([exchange(rows)])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +94,20 @@ class _Requests:
     tensors of an all-to-all have one shape.
 
     Attributes:
-        which: Index of each request's row among the distinct rows, int `[requests]`.
+        row: Index of each request's row among the distinct rows, int `[requests]`.
         count: Number of distinct rows, int.
         replicas: Number of replicas.
         slot: Slot of each request, among `replicas * slots`, int `[requests]`.
         slots: Number of slots for each replica, int.
-        is_one_each: Whether there is one request for each distinct row, in their order.
+        one_per_row: Whether there is one request for each distinct row, in their order.
     """
 
-    which: tf.Tensor
+    row: tf.Tensor
     count: tf.Tensor
     replicas: int
     slot: tf.Tensor
     slots: tf.Tensor
-    is_one_each: bool
+    one_per_row: bool
 
     def to_slots(self, values: tf.Tensor, default: int) -> tf.Tensor:
         """Return values `[requests, ...]` by slot, `[replicas, slots, ...]`, with a default."""
@@ -124,9 +129,9 @@ class _Requests:
 
     def sum(self, values: tf.Tensor) -> tf.Tensor:
         """Return the sum of the values `[requests, ...]` that belong to each distinct row."""
-        if self.is_one_each:
+        if self.one_per_row:
             return values
-        return tf.math.unsorted_segment_sum(values, self.which, self.count)
+        return tf.math.unsorted_segment_sum(values, self.row, self.count)
 
 
 def _requests(
@@ -143,9 +148,9 @@ def _requests(
     """
     first = distinct * width // part_length
     last = (distinct * width + width - 1) // part_length
-    is_one_each = part_length % width == 0
+    one_per_row = part_length % width == 0
     parts_of_row = (
-        1 if is_one_each else min(group.size, (width + part_length - 2) // part_length + 1)
+        1 if one_per_row else min(group.size, (width + part_length - 2) // part_length + 1)
     )
     owners = first[:, None] + tf.range(parts_of_row, dtype=tf.int64)
     places = tf.where(owners <= last[:, None])
@@ -160,10 +165,10 @@ def _requests(
         tf.range(group.size) * slots - tf.cumsum(counts, exclusive=True), tf.gather(owner, ordered)
     )
     return _Requests(
-        which=tf.cast(places[:, 0], tf.int32),
+        row=tf.cast(places[:, 0], tf.int32),
         count=tf.size(distinct),
         replicas=group.size,
         slot=tf.scatter_nd(ordered[:, None], slot_in_order, tf.shape(owner)),
         slots=slots,
-        is_one_each=is_one_each,
+        one_per_row=one_per_row,
     )

@@ -16,7 +16,7 @@ from tfdist.keras_compat.parallel import (
     has_value,
     make_sharded,
     own_copy,
-    own_values,
+    without_broadcast,
 )
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import OUTSIDE, Group, sendable
@@ -100,14 +100,13 @@ class Store:
         Args:
             variable: Variable to shard.
             trainable: Whether it may be trained.
-            initializers: Initializers of the rows of all replicas, for a deferred variable that is
-                not to be whole. None: it is whole for a moment.
+            initializers: Initializer of each replica's row. None: the whole value is made first.
         """
         shape = tuple(variable.shape)
         dtype = variable.dtype
         with tf.init_scope():
             length = flat_shards.length(flat_shards.elements(shape), self.group.size)
-            with own_values():
+            with without_broadcast():
                 part = tf.Variable(
                     tf.zeros([length], dtype), trainable=trainable, name=variable.name
                 )

@@ -31,7 +31,7 @@ from tfdist.keras_compat.parallel import (
     copy_weight_decay_exclusions,
     make_sharded,
     moving_averages,
-    own_values,
+    without_broadcast,
 )
 from tfdist.optimizers import check_sparse
 from tfdist.parallel.collectives import flat_shards
@@ -229,7 +229,7 @@ class Zero(keras.optimizers.Optimizer):
         with tf.init_scope():
             for v in full:
                 shape = (flat_shards.length(flat_shards.elements(v.shape), self.group.size),)
-                with own_values():
+                with without_broadcast():
                     part = keras.Variable(tf.zeros(shape, v.dtype), dtype=v.dtype, name=v.name)
                 shards.append(part)
                 make_sharded(shards[-1], None, v.shape, self._store)

@@ -18,7 +18,7 @@ DATA_PARALLEL = "data parallel"
 FSDP = "FSDP (ZeRO-3)"
 PIPELINE = "pipeline parallel"
 LARGEST_BATCH = 1 << 20  # where neither memory nor examples bound the batch
-LOOKUP = 11  # bytes that a lookup in a sharded table takes for each byte of its rows, as measured
+BYTES_OF_LOOKUP = 11  # of a lookup in a sharded table, for each byte of its rows, as measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Needs:
         frozen_weights: Bytes of each frozen weight that FSDP shards.
         tables: Bytes of each trainable table of which FSDP looks up rows; they are among `weights`,
             and not among `units`.
-        table_rows: Bytes of the rows of tables for each example; None if they are unknown.
+        table_rows: Bytes of the rows of tables for each example; None if the model does not tell.
+            Then the memory of lookups is left out.
         updates_rows: Whether the optimizer updates only the rows of a table that a batch has used.
     """
 
@@ -347,7 +348,7 @@ def _fsdp(needs: Needs, devices: int) -> Option:
         + _part(updated, devices)
         + 3 * largest
         + _step(updated, devices, devices)
-        + LOOKUP * exchanged
+        + BYTES_OF_LOOKUP * exchanged
     )
     kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
     gathered = 2 * (sum(whole) + sum(needs.frozen_weights)) - sum(kept_layers)

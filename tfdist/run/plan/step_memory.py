@@ -107,7 +107,7 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
     low, high = (_smallest_peak(model, _first(batch, count)) for count in (less, more))
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
-    layers = list(fsdp_unit.layers_of(model))
+    layers = list({id(layer): layer for layer in fsdp_unit.layers_of(model)}.values())
     tables = [layer for layer in layers if fsdp.looks_up_rows(layer)]
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
@@ -144,12 +144,10 @@ def _table_rows(model: Any, tables: Sequence[Any]) -> int | None:
         graph = split.graph_of(model)
     except ValueError:
         return None
-    sizes = [
-        _size(graph.tensors[number])
-        for call in graph.calls
-        if call.operation in tables
-        for number in call.output_numbers
-    ]
+    calls = [call for call in graph.calls if call.operation in tables]
+    if len({id(call.operation) for call in calls}) < len(tables):  # some are in a nested model
+        return None
+    sizes = [_size(graph.tensors[number]) for call in calls for number in call.output_numbers]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 

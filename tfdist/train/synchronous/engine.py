@@ -192,8 +192,8 @@ class Engine(Hooks):
             "initial_epoch": call["initial_epoch"],
             "steps_per_epoch": call["steps_per_epoch"] or -1,
             "batch_size": call["batch_size"] or -1,
-            "length of the training data": size(call["x"]),
-            "length of the validation data": size(call["validation_data"]),
+            "length of the training data": self._shared_size(call["x"]),
+            "length of the validation data": self._shared_size(call["validation_data"]),
             **same_on_workers(callbacks),
         }
         expected_equal["number of tfdist.StepBreakdown callbacks"] = len(
@@ -236,7 +236,7 @@ class Engine(Hooks):
         expected_equal = {
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
-            "length of the data": size(call["x"]),
+            "length of the data": self._shared_size(call["x"]),
         }
         _, exact, progress, _ = self._agree(
             model, expected_equal, callbacks, bool(call["progress"])
@@ -275,10 +275,12 @@ class Engine(Hooks):
 
     def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """See `keras.Model.predict_on_batch`; the batch is the global batch."""
+        self._check_shared_batch(keras_method.__name__)
         self._replica_state(model).gather()
         return keras_method(model, *args, **kwargs)
 
     def _on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        self._check_shared_batch(keras_method.__name__)
         self._watches = {}
         try:
             return keras_method(model, *args, **kwargs)
@@ -700,6 +702,23 @@ class Engine(Hooks):
                 kwargs["callbacks"] = worker_callbacks
         return callbacks
 
+    @property
+    def _own_batches(self) -> bool:
+        """Return whether each worker has batches of its own."""
+        return getattr(self._strategy, "own_batches", False)
+
+    def _check_shared_batch(self, caller: str) -> None:
+        if self._own_batches:
+            raise ValueError(
+                f"{caller}: expected the same global batch in all processes, received "
+                "auto_shard_dataset=False, by which each has its own. Call fit or evaluate, or "
+                "set_distribution(keras.distribution.DataParallel()) and pass whole batches."
+            )
+
+    def _shared_size(self, data: Any) -> float:
+        """Return the size of data that all workers share; of their own ones it may differ."""
+        return -1 if self._own_batches else size(data)
+
     def _agree(
         self, model, expected_equal: dict[str, float], callbacks: list, progress: bool
     ) -> tuple[bool, ...]:
@@ -722,6 +741,7 @@ class Engine(Hooks):
             return requirements
         expected_equal = {
             **expected_equal,
+            "auto_shard_dataset": not self._own_batches,
             "steps_per_execution": model.steps_per_execution,
             "weights of the model": len(model.weights),
             "parameters of the model": sum(
