@@ -391,7 +391,7 @@ def part_initializers(
 
 
 def _is_by_value(initializer: Any) -> bool:
-    """Return whether an initializer treats all values alike, and can have a seed for each shard."""
+    """Return whether an initializer treats all values alike and can have other seeds."""
     return (
         type(initializer) in _BY_VALUE
         and not np.ndim(getattr(initializer, "value", 0))
