@@ -60,22 +60,11 @@ class MultiWorkerMirroredStrategy(KerasFeedMixin, tf.distribute.MultiWorkerMirro
     own_batches = False
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """See `tf.distribute.Strategy`; gives every worker its rows of each global batch.
-
-        Raises:
-            ValueError: If `predict` is called while workers have batches of their own: the rows of
-                all workers together have no order.
-        """
+        """See `tf.distribute.Strategy`; gives every worker its rows of each global batch."""
         engine = self.tfdist_engine
         if options is None and by_rows(dataset) and (self.own_batches or not engine.feeding):
             placement = engine.placement
             if self.own_batches:
-                if engine.predicting:
-                    raise ValueError(
-                        "predict: expected the same data in all processes, received "
-                        "auto_shard_dataset=False, by which each has its own. Pass the whole data "
-                        "set, after set_distribution(keras.distribution.DataParallel())."
-                    )
                 placement = Placement(local_replicas=placement.local_replicas)
             return self.distribute_datasets_from_function(
                 lambda context: replica_slices(dataset, placement)

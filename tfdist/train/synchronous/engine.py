@@ -187,13 +187,14 @@ class Engine(Hooks):
 
     def _fit(self, model: keras.Model, keras_method: Callable, call: dict, callbacks: list):
         self._training_feed = None
+        self._hide_lengths(call, "x", "validation_data")
         expected_equal = {
             "epochs": call["epochs"],
             "initial_epoch": call["initial_epoch"],
             "steps_per_epoch": call["steps_per_epoch"] or -1,
             "batch_size": call["batch_size"] or -1,
-            "length of the training data": self._shared_size(call["x"]),
-            "length of the validation data": self._shared_size(call["validation_data"]),
+            "length of the training data": size(call["x"]),
+            "length of the validation data": size(call["validation_data"]),
             **same_on_workers(callbacks),
         }
         expected_equal["number of tfdist.StepBreakdown callbacks"] = len(
@@ -233,10 +234,11 @@ class Engine(Hooks):
         self._check(model)
         self._replica_state(model).sync_replicas()
         callbacks = self._restrict_to_chief(call)
+        self._hide_lengths(call, "x")
         expected_equal = {
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
-            "length of the data": self._shared_size(call["x"]),
+            "length of the data": size(call["x"]),
         }
         _, exact, progress, _ = self._agree(
             model, expected_equal, callbacks, bool(call["progress"])
@@ -247,6 +249,7 @@ class Engine(Hooks):
 
     def predict(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.predict`, each step on all replicas."""
+        self._check_shared_data("predict")
         call = bind(keras_method, model, args, kwargs)
         check_deferred(model)
         callbacks = self._restrict_to_chief(call)
@@ -275,12 +278,12 @@ class Engine(Hooks):
 
     def predict_on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """See `keras.Model.predict_on_batch`; the batch is the global batch."""
-        self._check_shared_batch(keras_method.__name__)
+        self._check_shared_data(keras_method.__name__)
         self._replica_state(model).gather()
         return keras_method(model, *args, **kwargs)
 
     def _on_batch(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        self._check_shared_batch(keras_method.__name__)
+        self._check_shared_data(keras_method.__name__)
         self._watches = {}
         try:
             return keras_method(model, *args, **kwargs)
@@ -416,11 +419,6 @@ class Engine(Hooks):
     def feeding(self) -> bool:  # type: ignore[override]
         """Return whether Keras is in `fit`, `evaluate` or `predict`."""
         return self._kind is not None
-
-    @property
-    def predicting(self) -> bool:
-        """Return whether Keras is in `predict`."""
-        return self._kind == "predict"
 
     def feed(self, dataset: tf.data.Dataset) -> Feed:
         """Return the `Feed` that Keras iterates over instead of `dataset`."""
@@ -707,17 +705,28 @@ class Engine(Hooks):
         """Return whether each worker has batches of its own."""
         return getattr(self._strategy, "own_batches", False)
 
-    def _check_shared_batch(self, caller: str) -> None:
+    def _check_shared_data(self, caller: str) -> None:
         if self._own_batches:
             raise ValueError(
-                f"{caller}: expected the same global batch in all processes, received "
-                "auto_shard_dataset=False, by which each has its own. Call fit or evaluate, or "
-                "set_distribution(keras.distribution.DataParallel()) and pass whole batches."
+                f"{caller}: expected the same data in all processes, received "
+                "auto_shard_dataset=False, by which each has its own. Call "
+                "set_distribution(keras.distribution.DataParallel()) first, and pass whole batches."
             )
 
-    def _shared_size(self, data: Any) -> float:
-        """Return the size of data that all workers share; of their own ones it may differ."""
-        return -1 if self._own_batches else size(data)
+    def _hide_lengths(self, call: dict, *names: str) -> None:
+        """Hide the lengths of data sets from Keras if each worker has one of its own.
+
+        Training ends with the last worker's data, but Keras would end it with those of this worker.
+
+        Args:
+            call: Call of one of Keras' methods, which is changed.
+            *names: Names of the arguments that may be data sets.
+        """
+        if not self._own_batches:
+            return
+        for name in names:
+            if isinstance(call[name], tf.data.Dataset):
+                call[name] = call["kwargs"][name] = call[name].filter(lambda *_: True)
 
     def _agree(
         self, model, expected_equal: dict[str, float], callbacks: list, progress: bool
