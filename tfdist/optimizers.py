@@ -9,15 +9,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat import fused_updates
+from tfdist.keras_compat import engine_of, fused_updates
 from tfdist.keras_compat.sparse_gradients import merge_duplicates
 
 log = logging.getLogger("tfdist")
 
 __all__ = ["LazyAdam"]
 
-# Options of Keras' optimizers by which they make sparse gradients dense.
-_DENSE = ("global_clipnorm", "gradient_accumulation_steps")
+# Options of Keras' optimizers that need dense gradients.
+_DENSE = ("global_clipnorm", "gradient_accumulation_steps", "loss_scale_factor")
 _TABLE = "embeddings"  # begins the name of a table
 
 
@@ -41,7 +41,7 @@ class LazyAdam(keras.optimizers.Adam):
             `clipvalue`.
 
     Raises:
-        ValueError: If an argument would make gradients dense.
+        ValueError: If an argument needs dense gradients.
 
     Example:
         >>> layer = keras.layers.Embedding(4, 2, "zeros")
@@ -65,7 +65,7 @@ class LazyAdam(keras.optimizers.Adam):
 
     def apply(self, grads, trainable_variables=None):
         """See `keras.optimizers.Optimizer`; sums the rows of an index before they are clipped."""
-        if not tf.distribute.has_strategy():  # the engine of a strategy does so
+        if engine_of(tf.distribute.get_strategy()) is None:  # an engine does so
             grads = [merge_duplicates(g) for g in grads]
         return super().apply(grads, trainable_variables)
 

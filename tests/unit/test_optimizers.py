@@ -27,8 +27,8 @@ def reference(table, steps, rate=0.1, beta_1=0.9, beta_2=0.8, epsilon=1e-7):
     return table, m, v
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_rows_and_moments_follow_the_formulas(compiled):
+@pytest.mark.parametrize("way", ["eager", "graph", "XLA"])
+def test_rows_and_moments_follow_the_formulas(way):
     random = np.random.default_rng(0)
     table = random.normal(size=(ROWS, WIDTH)).astype("float32")
     variable = keras.Variable(table)
@@ -38,7 +38,8 @@ def test_rows_and_moments_follow_the_formulas(compiled):
     def update(values, rows):
         optimizer.apply([tf.IndexedSlices(values, rows, [ROWS, WIDTH])], [variable])
 
-    update = tf.function(update, reduce_retracing=True) if compiled else update
+    if way != "eager":
+        update = tf.function(update, reduce_retracing=True, jit_compile=way == "XLA")
     steps = []
     for _ in range(5):
         rows = random.integers(0, ROWS, 6)
@@ -123,7 +124,10 @@ def test_a_saved_optimizer_goes_on_with_its_moments(tmp_path):
     np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
 
 
-@pytest.mark.parametrize("option", [{"global_clipnorm": 1.0}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "option",
+    [{"global_clipnorm": 1.0}, {"gradient_accumulation_steps": 2}, {"loss_scale_factor": 8.0}],
+)
 def test_options_that_make_gradients_dense_are_refused(option):
     (name,) = option
     with pytest.raises(ValueError, match=f"LazyAdam: {name}: expected None, received .*clipvalue"):

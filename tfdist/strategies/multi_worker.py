@@ -62,7 +62,8 @@ class MultiWorkerMirroredStrategy(KerasFeedMixin, tf.distribute.MultiWorkerMirro
     def experimental_distribute_dataset(self, dataset, options=None):
         """See `tf.distribute.Strategy`; gives every worker its rows of each global batch."""
         engine = self.tfdist_engine
-        if options is None and by_rows(dataset) and (self.own_batches or not engine.feeding):
+        shares = by_rows(dataset) and not engine.feeding
+        if options is None and (self.own_batches or shares):
             placement = engine.placement
             if self.own_batches:
                 placement = Placement(local_replicas=placement.local_replicas)

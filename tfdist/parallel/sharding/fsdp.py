@@ -408,6 +408,7 @@ def updates_rows(optimizer: keras.optimizers.Optimizer, policy: Gradients) -> bo
             optimizer.global_clipnorm,
             optimizer.clipvalue,
             optimizer.gradient_accumulation_steps,
+            optimizer.loss_scale_factor,
             policy.clip_norm,
             policy.skip_nonfinite,
         )

@@ -40,7 +40,8 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     (part_length,) = part.shape
     in_row = tf.range(width, dtype=tf.int64)
     if group.size == 1:
-        return tf.gather(part, tf.cast(ids, tf.int64)[:, None] * width + in_row)
+        values = _values(part, tf.cast(ids, tf.int64)[:, None] * width + in_row)
+        return tf.cast(tf.cast(values, gathering.gather_dtype or values.dtype), values.dtype)
     distinct, position = tf.unique(tf.cast(ids, tf.int64))
     requests = _requests(group, distinct, width, part_length, name)
     wanted = group.all_to_all(requests.to_slots(tf.gather(distinct, requests.row), -1), name)
@@ -48,15 +49,43 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     begin = wanted * width - group.rank * part_length
     positions = begin[..., None] + in_row
     own = tf.where((positions >= 0) & (positions < part_length))  # none of an empty slot
-    # A gather from the variable itself: a read would copy the whole part, if rows are updated.
     found = tf.scatter_nd(
-        own, tf.gather(part, tf.gather_nd(positions, own)), tf.shape(positions, tf.int64)
+        own, _values(part, tf.gather_nd(positions, own)), tf.shape(positions, tf.int64)
     )
     found = tf.ensure_shape(found, positions.shape)
     if not table.trainable:
         found = tf.stop_gradient(found)
     rows_of_requests = requests.from_slots(_exchange(gathering, found, name))
     return tf.gather(requests.sum(rows_of_requests), position)
+
+
+def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
+    """Return values of a part of a table; the gradient of the part is sparse.
+
+    The values are gathered from the variable itself: a read would copy the whole part, if its
+    optimizer updates rows. TensorFlow's own gradient of that has an int32 shape, which a large part
+    exceeds.
+
+    Args:
+        part: Part `[part_length]`.
+        positions: Positions of the values, int64 of any shape.
+    """
+
+    @tf.custom_gradient
+    def gather(positions):
+        def grad(upstream, variables):
+            assert len(variables) == 1
+            return None, [
+                tf.IndexedSlices(
+                    tf.reshape(upstream, [-1]),
+                    tf.reshape(positions, [-1]),
+                    tf.constant(part.shape.as_list(), tf.int64),
+                )
+            ]
+
+        return tf.gather(part, positions), grad
+
+    return freed_with_graph([gather(positions)])[0]
 
 
 def _exchange(gathering: Gathering, rows: tf.Tensor, name: str) -> tf.Tensor:

@@ -64,6 +64,8 @@ class Needs:
         frozen_weights: Bytes of each frozen weight that FSDP shards.
         tables: Bytes of each trainable table of which FSDP looks up rows; they are among `weights`,
             and not among `units`.
+        frozen_tables: Bytes of each frozen table of which FSDP looks up rows; they are among
+            `frozen_weights`.
         table_rows: Bytes of the rows of tables for each example; None if the model does not tell.
             Then the memory of lookups is left out.
         updates_rows: Whether the optimizer updates only the rows of a table that a batch has used.
@@ -86,6 +88,7 @@ class Needs:
     not_cut: str = ""
     frozen_weights: Sequence[int] = ()
     tables: Sequence[int] = ()
+    frozen_tables: Sequence[int] = ()
     table_rows: int | None = 0
     updates_rows: bool = False
 
@@ -351,7 +354,8 @@ def _fsdp(needs: Needs, devices: int) -> Option:
         + BYTES_OF_LOOKUP * exchanged
     )
     kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
-    gathered = 2 * (sum(whole) + sum(needs.frozen_weights)) - sum(kept_layers)
+    frozen_whole = _without(needs.frozen_weights, needs.frozen_tables)
+    gathered = 2 * (sum(whole) + sum(frozen_whole)) - sum(kept_layers)
     sent = None
     if needs.table_rows is not None:
         sent = _others(gathered + sum(whole) + 2 * exchanged, devices)

@@ -129,6 +129,7 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
         not_cut=not_cut,
         frozen_weights=[_bytes([v]) for v in fsdp_unit.weights_of(model) if not v.trainable],
         tables=[_bytes([v]) for layer in tables for v in layer.trainable_weights],
+        frozen_tables=[_bytes([v]) for layer in tables for v in layer.non_trainable_weights],
         table_rows=_table_rows(model, tables),
         updates_rows=fsdp.updates_rows(optimizer, sync.Gradients()),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -721,10 +722,19 @@ class Engine(Hooks):
         Args:
             call: Call of one of Keras' methods, which is changed.
             *names: Names of the arguments that may be data sets.
+
+        Raises:
+            ValueError: If one of them is a generator.
         """
         if not self._own_batches:
             return
         for name in names:
+            if isinstance(call[name], types.GeneratorType):
+                raise ValueError(
+                    f"{name}: expected a tf.data.Dataset, a PyDataset or arrays, received a "
+                    "generator: with auto_shard_dataset=False, batches of it would be lost. Pass "
+                    "tf.data.Dataset.from_generator(...)."
+                )
             if isinstance(call[name], tf.data.Dataset):
                 call[name] = call["kwargs"][name] = call[name].filter(lambda *_: True)
 

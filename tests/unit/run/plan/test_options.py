@@ -119,6 +119,10 @@ def test_tables_stay_in_parts_under_fsdp(updates_rows):
     assert fsdp.peak == fsdp.resident + (part_of_gradients + 3 * 10 + 8 + 5 + 11 * lookups) * MEGA
     # The two other weights twice, but those of the last layers once; gradients once; rows twice.
     assert fsdp.sent == (2 * 20 - 20 + 20 + 2 * lookups) * MEGA * 3 / 4
+    frozen = dataclasses.replace(
+        needs, frozen=50 * MEGA, frozen_weights=[50 * MEGA], frozen_tables=[50 * MEGA]
+    )
+    assert options_by_name(4, frozen)["FSDP (ZeRO-3)"].sent == fsdp.sent
     unknown = dataclasses.replace(needs, table_rows=None)
     assert options_by_name(4, unknown)["FSDP (ZeRO-3)"].sent is None
 
