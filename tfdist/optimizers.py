@@ -65,7 +65,7 @@ class LazyAdam(keras.optimizers.Adam):
 
     def apply(self, grads, trainable_variables=None):
         """See `keras.optimizers.Optimizer`; sums the rows of an index before they are clipped."""
-        if engine_of(tf.distribute.get_strategy()) is None:  # an engine does so
+        if not _merged_by_engine():
             grads = [merge_duplicates(g) for g in grads]
         return super().apply(grads, trainable_variables)
 
@@ -73,6 +73,9 @@ class LazyAdam(keras.optimizers.Adam):
     def update_step(self, gradient, variable, learning_rate):
         """See `keras.optimizers.Adam`."""
         if isinstance(gradient, tf.IndexedSlices):
+            # XLA takes what it pads the rows of one merge with for rows of another one.
+            if not _merged_by_engine() and tf.distribute.has_strategy():  # of several replicas
+                gradient = merge_duplicates(gradient)
             fused_updates.update_rows(self, gradient, variable, learning_rate)
             return
         updated = fused_updates.variable_of(self, variable)
@@ -84,6 +87,11 @@ class LazyAdam(keras.optimizers.Adam):
                 updated.path,
             )
         super().update_step(gradient, variable, learning_rate)
+
+
+def _merged_by_engine() -> bool:
+    """Return whether the engine of a strategy of tfdist merges the rows of an index."""
+    return engine_of(tf.distribute.get_strategy()) is not None
 
 
 def check_sparse(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], cause: str) -> None:

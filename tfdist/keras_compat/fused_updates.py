@@ -29,8 +29,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat.sparse_gradients import merge_duplicates
-
 _state = threading.local()
 
 
@@ -247,12 +245,10 @@ def update_rows(
 
     Args:
         optimizer: Built optimizer.
-        gradient: Gradient with a row for some indices.
+        gradient: Gradient with one row for each of some indices.
         variable: Variable that is updated.
         learning_rate: Learning rate as Keras passes it to `update_step`.
     """
-    if getattr(_state, "scalars", None) is None:  # else a step of tfdist has merged them
-        gradient = merge_duplicates(gradient)
     index = optimizer._get_variable_index(variable)
     dtype, rows = variable.dtype, gradient.indices
     step = keras.ops.cast(optimizer.iterations + 1, dtype)
