@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import engine_of, fused_updates
+from tfdist.keras_compat.parallel import innermost
 from tfdist.keras_compat.sparse_gradients import merge_duplicates
 
 log = logging.getLogger("tfdist")
@@ -105,10 +106,8 @@ def check_sparse(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], ca
     Raises:
         ValueError: If the optimizer is a `LazyAdam`, and a gradient is sparse.
     """
-    inner = optimizer
-    while (innermost := getattr(inner, "inner_optimizer", None)) is not None:
-        inner = innermost
-    if isinstance(inner, LazyAdam) and any(isinstance(g, tf.IndexedSlices) for g in grads):
+    sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+    if sparse and isinstance(innermost(optimizer), LazyAdam):
         raise ValueError(
             f"LazyAdam: expected sparse gradients of embedding tables, but {cause} makes them "
             "dense, and all rows would be updated. Leave it out, or use keras.optimizers.Adam."

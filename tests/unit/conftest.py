@@ -86,6 +86,25 @@ def mirrored():
     return tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1")
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """Return an initializer that records its shapes in a list; 11 values make a table large."""
+    import keras
+
+    from tfdist import layers
+
+    class Recorded(keras.initializers.RandomNormal):
+        shapes: list = []
+
+        def __call__(self, shape, dtype=None):
+            self.shapes.append(tuple(shape))
+            return super().__call__(shape, dtype)
+
+    monkeypatch.setattr(layers, "MAX_WHOLE_VALUES", 10)
+    monkeypatch.setattr(layers, "_BY_VALUE", (*layers._BY_VALUE, Recorded))
+    return Recorded
+
+
 @pytest.fixture(autouse=True)
 def fresh_scopes(monkeypatch):
     """Forget the strategies that other tests have made, as in a process of its own.

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 from tests.parity.cases import Steps
-from tfdist import layers
 from tfdist.layers import ShardedEmbedding
 
 ROWS = 23  # no number of shards divides the rows
@@ -283,21 +282,12 @@ def test_initial_values_equal_those_of_keras(shards, name):
     np.testing.assert_array_equal(ours.get_table(), theirs.get_weights()[0])
 
 
-def test_a_large_table_is_drawn_in_parts(monkeypatch):
-    monkeypatch.setattr(layers, "MAX_WHOLE_VALUES", 10)
-    shapes = []
-
-    class Recorded(keras.initializers.RandomNormal):
-        def __call__(self, shape, dtype=None):
-            shapes.append(tuple(shape))
-            return super().__call__(shape, dtype)
-
-    monkeypatch.setattr(layers, "_BY_VALUE", (*layers._BY_VALUE, Recorded))
+def test_a_large_table_is_drawn_in_parts(recorded):
     tables = [
-        ShardedEmbedding(ROWS, WIDTH, Recorded(seed=seed), shards=2).get_table()
+        ShardedEmbedding(ROWS, WIDTH, recorded(seed=seed), shards=2).get_table()
         for seed in (5, 5, None, None)
     ]
-    assert set(shapes) == {(12, WIDTH), (11, WIDTH)}
+    assert set(recorded.shapes) == {(12, WIDTH), (11, WIDTH)}
     np.testing.assert_array_equal(tables[0], tables[1])
     assert (
         len(np.unique(tables)) == 3 * ROWS * WIDTH

@@ -817,9 +817,7 @@ def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 
     With gradient accumulation, `iterations` is a fraction of it.
     """
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer._iterations
+    return sharding_hooks.innermost(optimizer)._iterations
 
 
 @contextlib.contextmanager
@@ -903,25 +901,18 @@ def broadcast_initial_values(
         if replica_id != 0:
             return original(replica_id, device, primary_var, **kwargs)
         value = kwargs["initial_value"]
-        if not sharding_hooks.broadcasts():
-
-            def own():
-                with tf.device(device):
-                    first = value() if callable(value) else value
-                    return tf.convert_to_tensor(first, kwargs.get("dtype"))
-
-            return own
         dtype = kwargs.get("dtype") or getattr(value, "dtype", None)
         narrow = tf.as_dtype(dtype) if dtype is not None else None
+
+        def own():
+            with tf.device(device):
+                return tf.convert_to_tensor(value() if callable(value) else value, narrow)
+
+        if not sharding_hooks.broadcasts():
+            return own
         wide = _BROADCAST_AS.get(narrow)
         if wide is not None:
-
-            def widened():
-                return tf.cast(
-                    tf.convert_to_tensor(value() if callable(value) else value, narrow), wide
-                )
-
-            kwargs.update(initial_value=widened, dtype=wide)
+            kwargs.update(initial_value=lambda: tf.cast(own(), wide), dtype=wide)
         broadcast = original(replica_id, device, primary_var, **kwargs)
 
         def received():

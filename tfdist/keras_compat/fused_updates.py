@@ -70,7 +70,7 @@ def _hook(cls: Any, update: Callable[..., bool]) -> None:
 
 
 def fusible(update_step: Callable) -> Callable:
-    """Mark an `update_step` whose calls of that of Keras may be fused.
+    """Mark an `update_step` that may leave updates to a fused one of Keras.
 
     Args:
         update_step: Method of a subclass of an optimizer of Keras.

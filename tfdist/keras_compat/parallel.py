@@ -380,11 +380,16 @@ def replace_constraint(variable: keras.Variable, constraint: Callable | None) ->
     variable._constraint = constraint
 
 
-def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the variables that an optimizer was built for."""
+def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer inside of those that wrap it, such as a LossScaleOptimizer."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
-    return list(getattr(optimizer, "_trainable_variables", None) or [])
+    return optimizer
+
+
+def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the variables that an optimizer was built for."""
+    return list(getattr(innermost(optimizer), "_trainable_variables", None) or [])
 
 
 def hook_optimizers() -> None:
@@ -600,7 +605,7 @@ def initialize(variable: keras.Variable) -> None:
 
 
 def initializer_of(variable: keras.Variable) -> Any:
-    """Return the function that gives a variable without a value its first one; else None."""
+    """Return the initializer of a variable that has no value yet; None if it has one."""
     return variable._initializer
 
 

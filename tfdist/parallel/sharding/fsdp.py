@@ -24,6 +24,7 @@ from tfdist.keras_compat.parallel import (
     have_values,
     initialize,
     initializer_of,
+    innermost,
     known_variables,
     own_copy,
     replace_constraint,
@@ -188,7 +189,7 @@ class FSDP(Store):
                 initialize(v)
         self.broadcast_values(model.weights)
         self._units = []
-        for number, layer in enumerate({id(layer): layer for layer in layers_of(model)}.values()):
+        for number, layer in enumerate(layers_of(model)):
             if looks_up_rows(layer):
                 layer.look_up = functools.partial(self._look_up, layer.look_up)
                 continue
@@ -306,9 +307,7 @@ class FSDP(Store):
             ValueError: If the optimizer is not elementwise or clips too, or if a variable was not
                 among the weights when `fsdp` was called.
         """
-        inner = optimizer
-        while getattr(inner, "inner_optimizer", None) is not None:
-            inner = inner.inner_optimizer
+        inner = innermost(optimizer)
         if not self._elementwise:
             global_norm.check_elementwise(inner, "fsdp")
         global_norm.check_clipping(self.policy, inner, "fsdp")

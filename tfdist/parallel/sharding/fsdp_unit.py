@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -77,8 +77,8 @@ def _unpadded(x: tf.Tensor) -> tf.Tensor:
     return x
 
 
-def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yield the layers that become FSDP units.
+def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return the layers that become FSDP units, each once.
 
     These are the layers with weights of the model and of the models inside it. Layers inside a
     layer are not units of their own.
@@ -86,11 +86,13 @@ def layers_of(model: keras.Model) -> Iterator[keras.layers.Layer]:
     Args:
         model: Built model.
     """
+    found: dict[int, keras.layers.Layer] = {}
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from layers_of(layer)
+            found |= {id(inside): inside for inside in layers_of(layer)}
         elif weights_of(layer):
-            yield layer
+            found[id(layer)] = layer
+    return list(found.values())
 
 
 def weights_of(layer: keras.layers.Layer) -> list[keras.Variable]:

@@ -107,7 +107,7 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
     low, high = (_smallest_peak(model, _first(batch, count)) for count in (less, more))
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
-    layers = list({id(layer): layer for layer in fsdp_unit.layers_of(model)}.values())
+    layers = fsdp_unit.layers_of(model)
     tables = [layer for layer in layers if fsdp.looks_up_rows(layer)]
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],

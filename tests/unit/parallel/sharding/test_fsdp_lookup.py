@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import layers
 from tfdist.layers import ShardedEmbedding
 from tfdist.parallel import deferred, fsdp
 
@@ -97,17 +96,7 @@ def test_rows_are_sent_in_the_dtypes_of_weights_and_gradients(option):
         assert (1e-5 < error < 1e-2) if name == option else (error < 1e-6), name
 
 
-def test_a_large_table_is_never_whole(mirrored, monkeypatch):
-    monkeypatch.setattr(layers, "MAX_WHOLE_VALUES", 10)
-    shapes = []
-
-    class Recorded(keras.initializers.RandomNormal):
-        def __call__(self, shape, dtype=None):
-            shapes.append(tuple(shape))
-            return super().__call__(shape, dtype)
-
-    monkeypatch.setattr(layers, "_BY_VALUE", (*layers._BY_VALUE, Recorded))
-
+def test_a_large_table_is_never_whole(mirrored, recorded):
     def table(initializer, values=None):
         with mirrored.scope():
             with deferred():
@@ -118,12 +107,12 @@ def test_a_large_table_is_never_whole(mirrored, monkeypatch):
             fsdp(model)
         return model.get_weights()[0]
 
-    tables = [table(Recorded(seed=seed)) for seed in (5, 5, None, None)]
-    assert set(shapes) == {(253,)}
+    tables = [table(recorded(seed=seed)) for seed in (5, 5, None, None)]
+    assert set(recorded.shapes) == {(253,)}
     np.testing.assert_array_equal(tables[0], tables[1])
     # No two parts, and no two tables without a seed, are alike.
     assert len(np.unique(tables)) == 3 * TABLE[0] * TABLE[1]
-    np.testing.assert_array_equal(table(Recorded(), tables[0] + 1), tables[0] + 1)
+    np.testing.assert_array_equal(table(recorded(), tables[0] + 1), tables[0] + 1)
     assert table("glorot_uniform").any()
     assert (table("ones") == 1).all()
 
