@@ -98,7 +98,7 @@ _CNN = {
 _TABLE = f"Embedding of {ROWS:,} x {WIDTH}, ids [{BATCH}, {LENGTH}]"
 SPEED = {
     "cnn": Part("Small CNN, Adam", 1, "adam", _CNN, {"t/k": True}, 300),
-    "embedding": Part(f"{_TABLE}, SGD", 2, "sgd", _EMBEDDINGS, {"s/k": True, "e/k": False}, 60),
+    "embedding": Part(f"{_TABLE}, SGD", 2, "sgd", _EMBEDDINGS, {"s/k": True, "e/k": True}, 60),
     "embedding_adam": Part(
         f"{_TABLE}, Adam", 2, "adam", _EMBEDDINGS, {"s/k": False, "e/k": False}, 40, (10,)
     ),

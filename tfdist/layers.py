@@ -16,6 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_compat.table_lookups import rows
+
 __all__ = ["ShardedEmbedding"]
 
 # Number of values of the largest table that is initialized as a whole: 256 MB of float32, in the
@@ -150,8 +152,6 @@ class ShardedEmbedding(keras.layers.Layer):
                 f"ShardedEmbedding: shards: expected at most input_dim={input_dim}, received "
                 f"{shards}."
             )
-        # Function from the shards and ids `[n]` to rows; `fsdp` replaces it.
-        self.look_up: Callable[[list, tf.Tensor], tf.Tensor] = _look_up
         self.supports_masking = mask_zero
         self.autocast = False  # float ids stay as they are: bfloat16 would round 257 to 256
         self.supports_jit = shards in (None, 1)  # XLA needs to know how many rows each shard gives
@@ -193,7 +193,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
         with tf.control_dependencies([self._check_range(ids)]):
-            rows = self.look_up(self._parts, tf.reshape(ids, [-1]))
+            rows = _look_up(self._parts, tf.reshape(ids, [-1]))
         rows = tf.reshape(
             tf.cast(rows, self.compute_dtype), tf.concat([tf.shape(ids), [self.output_dim]], 0)
         )
@@ -307,7 +307,7 @@ def _look_up(parts: list[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
     Each row is read, and updated, on the device of its shard.
     """
     if len(parts) == 1:
-        return tf.gather(parts[0].value, ids)
+        return rows(parts[0], ids)
     distinct, position = tf.unique(ids)
     owner = tf.cast(distinct % len(parts), tf.int32)
     row_indices = tf.dynamic_partition(distinct // len(parts), owner, len(parts))
@@ -315,7 +315,7 @@ def _look_up(parts: list[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
     return _repeat(
         tf.dynamic_stitch(
             positions,
-            [tf.gather(part.value, i) for part, i in zip(parts, row_indices, strict=True)],
+            [rows(part, i) for part, i in zip(parts, row_indices, strict=True)],
         ),
         position,
     )

@@ -24,8 +24,9 @@ class Job:
     """Describe one worker process.
 
     Args:
-        way: "Embedding" or "ShardedEmbedding", with ", FSDP" for sharded weights and ", Adagrad",
-            ", Adam" or ", LazyAdam" for the optimizer.
+        way: "Embedding", "Embedding read whole" (as Keras reads it by itself) or
+            "ShardedEmbedding", with ", FSDP" for sharded weights and ", Adagrad", ", Adam" or
+            ", LazyAdam" for the optimizer.
         rows: Number of rows of the table.
         batch: Examples of all workers per step, each with `IDS` ids.
         communication: Implementation of the collectives; "ring" sends through the network alone.
@@ -58,9 +59,20 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         communication=job.communication,
         start_timeout=job.timeout,
     )
-    layer = (
-        tfdist.layers.ShardedEmbedding if job.way.startswith("Sharded") else keras.layers.Embedding
-    )
+
+    class ReadWhole(keras.layers.Embedding):
+        """Read the table and take rows of it, as Keras does without tfdist."""
+
+        def call(self, inputs):
+            whole = keras.ops.convert_to_tensor(self.embeddings)
+            return keras.ops.take(whole, inputs, axis=0)
+
+    layers = {
+        "Embedding": keras.layers.Embedding,
+        "Embedding read whole": ReadWhole,
+        "ShardedEmbedding": tfdist.layers.ShardedEmbedding,
+    }
+    layer = layers[job.way.partition(",")[0]]
     keras.utils.set_random_seed(3)
     before = _resident()
     with strategy.scope(), contextlib.ExitStack() as context:

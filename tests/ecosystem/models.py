@@ -276,7 +276,8 @@ def dlrm():
     embeddings = keras_rs.layers.DistributedEmbedding(
         keras_rs.layers.FeatureConfig(
             "items",
-            keras_rs.layers.TableConfig("items", WORDS, 8, combiner="sum"),
+            # As large as tables of which `fsdp` looks up rows.
+            keras_rs.layers.TableConfig("items", 2**17, 8, combiner="sum"),
             input_shape=(None, 3),
             output_shape=(None, 8),
         )

@@ -170,10 +170,13 @@ def transformer():
 
 
 def recommender():
-    """Look up rows of two tables, of which neither has a multiple of two or three rows."""
+    """Look up rows of two tables, of which neither has a multiple of two or three rows.
+
+    Of a table of Keras, `fsdp` looks up rows only if it is large.
+    """
     words = keras.Input([6], dtype="int32")
     first = tfdist.layers.ShardedEmbedding(11, 5, mask_zero=True)(words)
-    second = tfdist.layers.ShardedEmbedding(13, 3)(words[:, :2])
+    second = keras.layers.Embedding(2**18 + 7, 4)(words[:, :2])
     x = keras.layers.Concatenate()(
         [keras.layers.GlobalAveragePooling1D()(first), keras.layers.Flatten()(second)]
     )

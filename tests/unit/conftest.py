@@ -55,7 +55,7 @@ def run_python_twice():
 
 @pytest.fixture(scope="session", autouse=True)
 def logical_devices():
-    """Configure three CPU devices for all tests of this process.
+    """Configure four CPU devices for all tests of this process.
 
     TensorFlow takes them only before its start: test files make no tensor while they are imported.
     """
@@ -63,7 +63,7 @@ def logical_devices():
     if tf is not None:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * 3
+            cpu, [tf.config.LogicalDeviceConfiguration()] * 4
         )
         # A sixth of the time of small models goes into graphs that run a few times only. The graphs
         # of other tests are optimized.

@@ -49,6 +49,7 @@ from tfdist.keras_compat import parallel as sharding_hooks
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 from tfdist.keras_compat.scopes import leave_scope as leave_scope
+from tfdist.keras_compat.table_lookups import hook_lookups
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
 # (model, keras_method, *args, **kwargs).
@@ -118,8 +119,14 @@ def install() -> None:
     hook_files()
     parallel = importlib.import_module("tfdist.keras_compat.parallel")
     parallel.hook_optimizers()
-    parallel.hook_gradients(lambda: engine_of(tf.distribute.get_strategy()) is not None)
+    parallel.hook_gradients(_in_strategy)
+    hook_lookups(_in_strategy)
     scopes.keep_in_clear_session()
+
+
+def _in_strategy() -> bool:
+    """Return whether the current strategy is one of tfdist."""
+    return engine_of(tf.distribute.get_strategy()) is not None
 
 
 def _has_replicas() -> bool:

@@ -118,7 +118,12 @@ def layer_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
 
     `non_trainable_variables` has frozen weights together with state.
     """
-    return [v for each in layer._flatten_layers() for v in each._trainable_variables]
+    return [v for each in sublayers(layer) for v in each._trainable_variables]
+
+
+def sublayers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Return a layer and the layers inside it."""
+    return list(layer._flatten_layers())
 
 
 def move(variable: keras.Variable, device: str) -> None:
@@ -251,7 +256,9 @@ class Sharded(keras.Variable):
     Attributes:
         tfdist_shape: Shape of the whole variable.
         tfdist_store: Object that reads and writes the whole variable, by its methods
-            `whole(variable)` and `put(variable, value)`; its method `update` takes gradients.
+            `whole(variable)` and `assign_whole(variable, value)`, and rows of it by
+            `look_up(variable, ids)` where `looks_up(variable)` is true; its method `update` takes
+            gradients.
     """
 
     tfdist_shape: tuple[int, ...]

@@ -4,6 +4,7 @@ Two processes are tested in tests/parity, where they are started anyway.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import types
 
@@ -39,10 +40,10 @@ def _enabled(logical_devices, monkeypatch):
     assert not tf.distribute.has_strategy()
 
 
-def build(seed=1):
+def build(seed=1, optimizer=lambda: keras.optimizers.Adam(0.01)):
     keras.utils.set_random_seed(seed)
     model = mlp()
-    model.compile(keras.optimizers.Adam(0.01), CROSSENTROPY, metrics=["accuracy"])
+    model.compile(optimizer(), CROSSENTROPY, metrics=["accuracy"])
     return model
 
 
@@ -123,8 +124,8 @@ def test_a_distribution_belongs_to_a_thread():
 
 
 def test_devices_are_listed_without_the_start_of_tensorflow():
-    assert keras.distribution.list_devices() == ["cpu:0", "cpu:1", "cpu:2"]
-    assert keras.distribution.list_devices("CPU") == ["cpu:0", "cpu:1", "cpu:2"]
+    assert keras.distribution.list_devices() == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    assert keras.distribution.list_devices("CPU") == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
     assert keras.distribution.list_devices("tpu") == []
     assert module.Backend().get_device_count("gpu") == 0
     assert module.Backend("cpu:1,cpu:2").list_devices() == ["cpu:1", "cpu:2"]
@@ -132,7 +133,7 @@ def test_devices_are_listed_without_the_start_of_tensorflow():
 
 def test_enable_is_called_once_and_only_for_tensorflow(monkeypatch):
     tfdist.enable()
-    with pytest.raises(ValueError, match=r"first call, cpu:0, cpu:1, cpu:2, received 'cpu'"):
+    with pytest.raises(ValueError, match=r"first call, cpu:0, cpu:1, cpu:2, cpu:3, received 'cpu'"):
         tfdist.enable("cpu")
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     tfdist.enable("no device")
@@ -170,6 +171,28 @@ def test_each_device_holds_a_part_of_the_weights_and_slots_with_the_numbers_of_o
         assert held(kernel) == held(slots[0]) == held(slots[1]) == [half, half]
         x, y = data(29)
         np.testing.assert_allclose(each.evaluate(x, y, verbose=0), alone[2], rtol=1e-5)
+
+
+def test_a_model_that_one_mesh_saved_trains_on_another(tmp_path):
+    """Train on a mesh, on one device and on another mesh, each from the file of the one before."""
+
+    file = tmp_path / "model.keras"
+
+    def momentum():
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def trained(*shapes):
+        results = []
+        for shape in shapes:
+            layouts = {"kernel": (None, "model"), "bias": ("batch",)}
+            place = model_parallel(shape, **layouts).scope() if shape else contextlib.nullcontext()
+            with place:
+                model = keras.models.load_model(file) if results else build(optimizer=momentum)
+                results += numbers(model)
+                model.save(file)
+        return [*results, *(v.numpy() for v in model.optimizer.variables)]
+
+    assert_equal(trained((1, 2), None, (2, 2)), trained(None, None, None))
 
 
 def test_lora_that_is_enabled_between_two_compilations_trains():

@@ -7,8 +7,8 @@ Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +28,7 @@ from tfdist.keras_compat.parallel import (
     known_variables,
     own_copy,
     replace_constraint,
+    sublayers,
     without_values,
 )
 from tfdist.keras_compat.sparse_gradients import merge_duplicates, to_dense
@@ -43,6 +44,8 @@ from tfdist.sync import COMM_DTYPES, Gradients
 
 _GATHER_DTYPES = tuple(name for name in FLOATS if name != "float64")
 _numbers = itertools.count()
+# Number of values of the smallest table of `keras.layers.Embedding` of which rows are looked up.
+MIN_VALUES = 2**20
 
 
 def deferred() -> contextlib.AbstractContextManager[None]:
@@ -183,6 +186,7 @@ class FSDP(Store):
         self._model = model
         self.weights: list[Sharded] = []
         self._names: dict[int, str] = {}
+        self._tables: set[int] = set()  # weights of which rows are looked up, by id
         self._shard_weights()
         for v in (*model.non_trainable_variables, *model.weights, *model.metrics_variables):
             if not has_value(v):
@@ -190,8 +194,8 @@ class FSDP(Store):
         self.broadcast_values(model.weights)
         self._units = []
         for number, layer in enumerate(layers_of(model)):
-            if looks_up_rows(layer):
-                layer.look_up = functools.partial(self._look_up, layer.look_up)
+            if self.scoped and (tables := tables_of(layer)):
+                self._tables.update(id(v) for v in tables)
                 continue
             unit = Unit(
                 layer,
@@ -218,7 +222,7 @@ class FSDP(Store):
         tables = {
             id(layer.weights[0]): layer.embeddings_initializer
             for layer in layers_of(self._model)
-            if looks_up_rows(layer)
+            if _is_one_part(layer)
         }
         for v in weights_of(self._model):
             if not isinstance(v, Sharded):
@@ -275,13 +279,27 @@ class FSDP(Store):
         reads[name] += 1
         return f"{name} {kind} {reads[name]}"
 
-    def _look_up(self, default: Callable, tables: list[Sharded], ids: tf.Tensor) -> tf.Tensor:
-        """Return rows of the one table; within a step, no replica gathers it."""
-        if have_values(tables) or tf.executing_eagerly() or not (self.scoped and self.in_step()):
-            return default(tables, ids)
+    def looks_up(self, variable: Sharded) -> bool:
+        """Return whether rows of a table are looked up, as in the graph of a step."""
+        return (
+            id(variable) in self._tables
+            and not have_values([variable])
+            and not tf.executing_eagerly()
+            and self.in_step()
+        )
+
+    def look_up(self, variable: Sharded, ids: tf.Tensor) -> tf.Tensor:
+        """Return rows of a table within a step; gradients flow through them."""
         self.check_xla(self._model)
-        (table,) = tables
-        return fsdp_lookup.rows(self._gathering, table, ids, self._read_name(table, "lookup"))
+        found = fsdp_lookup.rows(
+            self._gathering,
+            variable,
+            tf.reshape(ids, [-1]),
+            self._read_name(variable, "lookup"),
+        )
+        width = variable.tfdist_shape[1]
+        rows = tf.reshape(found, tf.concat([tf.shape(ids), [width]], 0))
+        return tf.ensure_shape(rows, [*ids.shape, width])
 
     def update(
         self,
@@ -385,9 +403,37 @@ class FSDP(Store):
         ]
 
 
-def looks_up_rows(layer: keras.layers.Layer) -> bool:
-    """Return whether `fsdp` leaves the weights of a layer in their parts, and looks up rows."""
+def tables_of(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the weights of a layer if `fsdp` leaves them in their parts and looks up rows.
+
+    These are layers whose weights are embedding tables, one of them at least `MIN_VALUES` large or
+    a `ShardedEmbedding`. Of smaller tables, a gather takes fewer collectives than lookups. Other
+    uses of such a table gather it.
+
+    Args:
+        layer: Layer that would else be a unit.
+
+    Returns:
+        Tables; an empty list if the layer has other weights or only small tables.
+    """
+    weights = weights_of(layer)
+    tables = {
+        id(each.weights[0])
+        for each in sublayers(layer)
+        if _is_one_part(each) or _is_plain_embedding(each)
+    }
+    large = any(math.prod(v.shape) >= MIN_VALUES for v in weights)
+    looks_up = {id(v) for v in weights} == tables and (large or _is_one_part(layer))
+    return weights if looks_up else []
+
+
+def _is_one_part(layer: keras.layers.Layer) -> bool:
     return isinstance(layer, ShardedEmbedding) and layer.shards == 1
+
+
+def _is_plain_embedding(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer is an embedding that reads its one weight, and nothing else."""
+    return isinstance(layer, keras.layers.Embedding) and len(layer.weights) == 1
 
 
 def updates_rows(optimizer: keras.optimizers.Optimizer, policy: Gradients) -> bool:

@@ -108,7 +108,7 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low / less
     stages, not_cut = _stages(model, devices)
     layers = fsdp_unit.layers_of(model)
-    tables = [layer for layer in layers if fsdp.looks_up_rows(layer)]
+    tables = [layer for layer in layers if fsdp.tables_of(layer)]
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
         units=[_bytes(fsdp_unit.weights_of(layer)) for layer in layers if layer not in tables],
@@ -137,10 +137,15 @@ def _look(settings: config.Run, devices: int, microbatches: int) -> Needs:
 
 def _table_rows(model: Any, tables: Sequence[Any]) -> int | None:
     """Return the bytes that tables give for one example; None if the model does not tell."""
+    import keras
+
+    from tfdist.layers import ShardedEmbedding
     from tfdist.parallel.pipeline_parallel import split
 
     if not tables:
         return 0
+    if any(type(layer) not in (keras.layers.Embedding, ShardedEmbedding) for layer in tables):
+        return None  # such a layer does not return the rows themselves
     try:
         graph = split.graph_of(model)
     except ValueError:

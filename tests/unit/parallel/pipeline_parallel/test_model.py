@@ -245,13 +245,13 @@ def stepping():
         ),
         (
             mlp,
-            {"stages": 4},
-            r"4 stages need 4, received 3 \(.*CPU:0.*\). Use fewer stages, or list a device",
+            {"stages": 2, "data": 3},
+            r"data=3 x 2 stages need 6, received 4 \(.*CPU:0.*\). Use fewer stages, or",
         ),
         (
             mlp,
             {"stages": 2, "data": 2, "tensor": 2},
-            "data=2 x 2 stages x tensor=2 need 8, received 3",
+            "data=2 x 2 stages x tensor=2 need 8, received 4",
         ),
         (
             mlp,

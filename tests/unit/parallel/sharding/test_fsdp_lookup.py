@@ -47,6 +47,88 @@ def test_sharded_embedding_equals_a_whole_one(mirrored, optimizer):
     assert sent < 4 * TABLE[0] * TABLE[1]  # less than the table, which no replica gathers
 
 
+class Bag(keras.layers.Layer):
+    """Sum rows of two tables, and nothing else, as DistributedEmbedding of keras-rs does."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.large = keras.layers.Embedding(rows, width)
+        self.small = keras.layers.Embedding(7, width)
+
+    def build(self, shape):
+        self.large.build(shape)
+        self.small.build(shape)
+
+    def call(self, ids):
+        return self.large(ids) + self.small(ids % 7)
+
+
+class Positions(keras.layers.Layer):
+    """Add a weight of its own to the rows of a table."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.table = keras.layers.Embedding(rows, width)
+
+    def build(self, shape):
+        self.table.build(shape)
+        self.added = self.add_weight(shape=[self.table.output_dim])
+
+    def call(self, ids):
+        return self.table(ids) + self.added
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("layer", "gathered"), [(keras.layers.Embedding, 0), (Bag, 0), (Positions, 1)]
+)
+def test_rows_of_tables_of_keras_are_looked_up(mirrored, monkeypatch, optimizer, layer, gathered):
+    monkeypatch.setattr("tfdist.parallel.sharding.fsdp.MIN_VALUES", TABLE[0] * TABLE[1])
+    expected, _ = trained(mirrored, optimizer, layer, sharded=False)
+    numbers, sent = trained(mirrored, optimizer, layer, sharded=True)
+    for value, other in zip(numbers, expected, strict=True):
+        np.testing.assert_allclose(value, other, atol=1e-6)
+    assert sent // (4 * TABLE[0] * TABLE[1] // 2) >= gathered
+    assert gathered or sent < 4 * TABLE[0] * TABLE[1] // 2
+
+
+def test_a_table_that_is_also_read_whole_is_gathered_there(mirrored, monkeypatch):
+    monkeypatch.setattr("tfdist.parallel.sharding.fsdp.MIN_VALUES", 1)
+
+    def scores(sharded):
+        keras.utils.set_random_seed(3)
+        with mirrored.scope():
+            ids = keras.Input([6], dtype="int32")
+            table = keras.layers.Embedding(*TABLE)
+            x = keras.layers.GlobalAveragePooling1D()(table(ids))
+            tied = keras.layers.Lambda(lambda x: x @ keras.ops.transpose(table.embeddings))
+            model = keras.Model(ids, tied(x))
+            if sharded:
+                fsdp(model)
+            model.compile(keras.optimizers.Adagrad(0.1), "mse")
+        x = np.random.default_rng(0).integers(0, TABLE[0], (25, 6))
+        history = model.fit(x, np.eye(TABLE[0])[x[:, 0]], batch_size=8, epochs=2, verbose=0)
+        return [history.history["loss"], *model.get_weights()]
+
+    for value, other in zip(scores(True), scores(False), strict=True):
+        np.testing.assert_allclose(value, other, atol=1e-6)
+
+
+def test_ids_out_of_range_name_the_table(mirrored, monkeypatch):
+    monkeypatch.setattr("tfdist.parallel.sharding.fsdp.MIN_VALUES", 1)
+    with mirrored.scope():
+        table = keras.layers.Embedding(*TABLE, name="items")
+        model = keras.Sequential([keras.Input([], dtype="int32"), table])
+        fsdp(model)
+        model.compile("sgd", "mse")
+    np.testing.assert_array_equal(
+        model.predict(np.array([-1, -101]), verbose=0), model.get_weights()[0][[100, 0]]
+    )
+    for id_ in (101, -102):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"items/embeddings: .* 101 rows"):
+            model.predict(np.array([0, id_]), verbose=0)
+
+
 def looked_up(table, **options):
     """Return rows and gradient of a table over three replicas, and those of the whole table."""
     random = np.random.default_rng(0)

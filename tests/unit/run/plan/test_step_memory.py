@@ -5,9 +5,10 @@ import pytest
 
 from tfdist import config
 from tfdist.layers import ShardedEmbedding
+from tfdist.parallel.sharding import fsdp
 from tfdist.run.plan import step_memory
 
-ROWS, WIDTH, PIXELS, CLASSES = 1000, 4, 64, 10
+ROWS, WIDTH, PIXELS, CLASSES = 2**18, 4, 64, 10
 
 
 def towers(input_shape, classes):
@@ -25,7 +26,7 @@ def towers(input_shape, classes):
 
 def flat(input_shape, classes):
     pixels = keras.Input(input_shape)
-    rows = ShardedEmbedding(ROWS, WIDTH)(keras.layers.Flatten()(pixels))
+    rows = keras.layers.Embedding(ROWS, WIDTH)(keras.layers.Flatten()(pixels))
     outputs = keras.layers.Dense(classes, "softmax")(keras.layers.Flatten()(rows))
     return keras.Model(pixels, outputs)
 
@@ -49,3 +50,16 @@ def test_a_table_is_no_unit_that_is_gathered(digits_dir, model, optimizer, rows,
     assert sorted(needs.weights) == sorted([*needs.tables, *dense])
     assert needs.units == [sum(dense)]
     assert (needs.table_rows, needs.updates_rows) == (rows, updates_rows)
+
+
+def test_rows_are_unknown_of_a_layer_that_returns_others():
+    class Mean(keras.layers.Embedding):
+        def call(self, inputs):
+            return keras.ops.mean(super().call(inputs), 1)
+
+    with keras.StatelessScope(initialize_variables=False):
+        layer = Mean(ROWS, WIDTH)
+        ids = keras.Input([3])
+        model = keras.Model(ids, layer(ids))
+    assert fsdp.tables_of(layer) == [layer.embeddings]
+    assert step_memory._table_rows(model, [layer]) is None
