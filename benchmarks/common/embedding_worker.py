@@ -64,7 +64,7 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         """Read the table and take rows of it, as Keras does without tfdist."""
 
         def call(self, inputs):
-            whole = keras.ops.convert_to_tensor(self.embeddings)
+            whole = tf.convert_to_tensor(self.embeddings)
             return keras.ops.take(whole, inputs, axis=0)
 
     layers = {

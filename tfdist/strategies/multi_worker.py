@@ -20,6 +20,7 @@ from tfdist.cluster.addresses import answers
 from tfdist.cluster.handshake import ConfigurationError, PeersAbsent
 from tfdist.cluster.json_channel import check_token
 from tfdist.cluster.spec import ClusterSpec
+from tfdist.parallel.collectives.group import is_native
 from tfdist.parallel.collectives.native import library
 from tfdist.parallel.collectives.native.transport import START_S, Transport, open_transport
 from tfdist.parallel.placement import Placement
@@ -123,7 +124,11 @@ def multi_worker_mirrored(
         len(tasks), cluster.rank, strategy.num_replicas_in_sync // len(tasks), tasks
     )
     attach_engine(strategy, placement, timeout=timeout, sync=sync, communication=communication)
-    keras_compat.broadcast_initial_values(strategy, strategy.tfdist_engine.watchdog.explained)
+    keras_compat.broadcast_initial_values(
+        strategy,
+        strategy.tfdist_engine.watchdog.explained,
+        functools.partial(_broadcast, strategy, placement),
+    )
     _share_seed(strategy, placement)
     if len(tasks) > 1 and communication in ("auto", "native"):
         connect = functools.partial(_connect, strategy, cluster, placement, timeout)
@@ -220,6 +225,18 @@ def _try_native(
         reason,
     )
     return None
+
+
+def _broadcast(
+    strategy: MultiWorkerMirroredStrategy, placement: Placement, value: tf.Tensor
+) -> tf.Tensor | None:
+    """Return the chief's value by native collectives; None if they cannot send it."""
+    transport = strategy.tfdist_engine.transport
+    if transport is None or not is_native([value]):
+        return None
+    addend = value if placement.is_chief else tf.zeros_like(value)
+    name = f"initial value, {value.dtype.name} {value.shape}"
+    return transport.all_reduce([addend], name)[0]
 
 
 def _await_leader(cluster: ClusterSpec) -> None:

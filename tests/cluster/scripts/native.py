@@ -13,6 +13,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tfdist.cluster.handshake import PeersAbsent
@@ -147,6 +148,20 @@ def transports(strategy):
     }
 
 
+def initial_values(strategy):
+    """Return own initial values of many kinds, and those that variables then have."""
+    random = np.random.default_rng(strategy.tfdist_engine.placement.rank)
+    drawn = [
+        random.uniform(-99, 99, shape).astype(dtype)
+        for dtype in ("float64", "float32", "float16", "int64", "int32", "int8", "uint16", "bool")
+        for shape in ((), (0, 3), (7,))
+    ]
+    with strategy.scope():
+        variables = [tf.Variable(value) for value in drawn]
+        narrow = [tf.Variable(tf.cast(value, tf.bfloat16)) for value in drawn[:3]]
+    return drawn, [v.numpy() for v in variables], [tf.cast(v, tf.float32).numpy() for v in narrow]
+
+
 def attempt(strategy, refused):
     """Return whether "auto" is native where the connections of one worker, if any, are refused."""
     placement = strategy.tfdist_engine.placement
@@ -191,6 +206,7 @@ def main(directory):
         engine.use_transport(transport)
         for case in QUICK if kind in ("sockets", "python") else CASES:
             results[case, kind] = fitted(strategy, **CASES[case])
+        results["first", kind] = initial_values(strategy)
     results["attempts"] = [attempt(strategy, refused) for refused in (None, 0, 1)]
     results["traced"] = traced
     results["kinds"] = {kind: t.kind for kind, t in kinds.items() if t}

@@ -124,7 +124,7 @@ class Watchdog:
                 "variable in strategy.scope() is an operation of all workers, and so are fit, "
                 "evaluate, predict and the steps of an optimizer. Run the same script in every "
                 "task, and let no worker make a variable, or call one of these methods, alone "
-                f"(TensorFlow: {mismatch[0]})."
+                f"({mismatch[0]})."
             ) from error
 
     def _watch(self) -> None:

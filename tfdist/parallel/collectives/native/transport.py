@@ -125,14 +125,16 @@ class Transport:
                     call=name,
                 )
             else:
+                # In eager mode, `tf.numpy_function` does not take a scalar of bfloat16.
                 results = tf.numpy_function(
                     functools.partial(self._run, collective, name, reduction),
-                    tensors,
+                    [x[None] if x.shape.rank == 0 else x for x in tensors],
                     [x.dtype for x in tensors],
                 )
         results = list(results) if isinstance(results, list | tuple) else [results]
         return [
-            x if s is None else tf.ensure_shape(x, s) for x, s in zip(results, shapes, strict=True)
+            x if s is None else tf.ensure_shape(x, s) if s else tf.reshape(x, s)
+            for x, s in zip(results, shapes, strict=True)
         ]
 
     def _run(self, collective: int, name: str, reduction: str, *arrays: np.ndarray):

@@ -76,6 +76,15 @@ def test_collectives_have_the_shapes_and_values_of_their_names(both, compiled):
         ]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "int32"])
+def test_a_scalar_travels_alone(both, dtype):
+    def on_rank(transport, rank):
+        return transport.all_reduce([tf.cast(2 + rank, dtype)], "sum")[0]
+
+    for result in both(on_rank):
+        assert (result.shape, result.dtype.name, int(result)) == ((), dtype, 5)
+
+
 def test_calls_keep_their_order_in_loops_branches_and_functions(both):
     def on_rank(transport, rank):
         @tf.function
