@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat.table_lookups import rows
+from tfdist.keras_compat import table_lookups
 
 __all__ = ["ShardedEmbedding"]
 
@@ -307,7 +307,7 @@ def _look_up(parts: list[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
     Each row is read, and updated, on the device of its shard.
     """
     if len(parts) == 1:
-        return rows(parts[0], ids)
+        return table_lookups.rows(parts[0], ids)
     distinct, position = tf.unique(ids)
     owner = tf.cast(distinct % len(parts), tf.int32)
     row_indices = tf.dynamic_partition(distinct // len(parts), owner, len(parts))
@@ -315,7 +315,7 @@ def _look_up(parts: list[keras.Variable], ids: tf.Tensor) -> tf.Tensor:
     return _repeat(
         tf.dynamic_stitch(
             positions,
-            [rows(part, i) for part, i in zip(parts, row_indices, strict=True)],
+            [table_lookups.rows(part, i) for part, i in zip(parts, row_indices, strict=True)],
         ),
         position,
     )

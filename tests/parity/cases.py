@@ -716,6 +716,8 @@ def keras_distribution_of_own_data(strategy):
                 model.predict(train, verbose=0)
             with pytest.raises(ValueError, match="train_on_batch: expected the same data"):
                 model.train_on_batch(*data(12))
+            with pytest.raises(ValueError, match="or arrays, received a generator"):
+                model.fit((data(12) for _ in range(2)), verbose=0)
     with keras.distribution.DataParallel(devices=devices).scope():
         result["predict"] = model.predict(data(31)[0], verbose=0)
     return result

@@ -1,16 +1,19 @@
 """Lookups of rows in a variable: a step reads the rows of the batch, not the whole table.
 
 `keras.ops.take(table, ids, axis=0)`, which `keras.layers.Embedding` calls, reads the variable and
-takes rows of what it has read. TensorFlow copies a variable at each read if its rows are updated
-one by one, so that a step would cost as much as the table is large. A dtype policy such as
-"mixed_bfloat16" casts all of it, and makes its gradient dense. And a parameter server sends all of
-it to the worker.
+takes rows of what it has read. A parameter server would send all of it to the worker. And
+TensorFlow copies a variable at each read if single rows of it are updated, so that a step would
+cost as much as the table is large. A gather from the variable copies nothing then. But after one,
+TensorFlow copies the variable at each update as a whole, as those of Adam. So Keras' way is right
+for these optimizers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -20,9 +23,11 @@ from tensorflow.python.distribute import values as _distribute_values
 
 from tfdist.keras_compat.parallel import Sharded, has_value, have_values
 
+_state = threading.local()
+
 
 def hook_lookups(in_strategy: Callable[[], bool]) -> None:
-    """Make Keras take rows from the variable itself.
+    """Make Keras take rows from the variable itself, where that is faster.
 
     Args:
         in_strategy: Function that tells whether the current strategy is one of tfdist.
@@ -31,17 +36,36 @@ def hook_lookups(in_strategy: Callable[[], bool]) -> None:
 
     @functools.wraps(original)
     def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-        if not (isinstance(x, keras.Variable) and axis == 0 and in_strategy() and _is_read(x)):
+        if not (isinstance(x, keras.Variable) and axis == 0 and in_strategy() and _by_rows(x)):
             return original(x, indices, axis=axis)
-        if isinstance(indices, tf.SparseTensor):
-            indices = tf.sparse.to_dense(indices)  # Keras, too, takes row 0 for absent indices
+        indices = _keras_numpy.convert_to_tensor(indices, sparse=False)  # row 0 for absent ones
         return tf.ragged.map_flat_values(functools.partial(_take, x), indices)
 
     _keras_numpy.take = take
 
 
+@contextlib.contextmanager
+def tables_updated(by_rows: bool) -> Iterator[None]:
+    """Tell how the tables are updated that are looked up in this context, in this thread.
+
+    Args:
+        by_rows: Whether an update computes on the rows of a batch, and not on the whole table.
+    """
+    before = getattr(_state, "by_rows", None)
+    _state.by_rows = by_rows
+    try:
+        yield
+    finally:
+        _state.by_rows = before
+
+
+def source(table: tf.Variable) -> tf.Variable | tf.Tensor:
+    """Return what rows of a variable are gathered from: itself or its value."""
+    return tf.convert_to_tensor(table) if getattr(_state, "by_rows", None) is False else table
+
+
 def rows(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
-    """Return rows of a table, and read no others.
+    """Return rows of a table.
 
     Args:
         table: Table `[rows, width]`.
@@ -50,7 +74,7 @@ def rows(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
     Returns:
         Rows `[..., width]`, in the dtype in which the current layer reads the table.
     """
-    if not _is_read(table):
+    if not _is_at_hand(table):
         return tf.gather(table.value, ids)
     if isinstance(table, Sharded):
         found = table.tfdist_store.look_up(table, ids)
@@ -58,12 +82,21 @@ def rows(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
         value = table._value
         if isinstance(value, _distribute_values.DistributedVariable):
             value = value._get()  # the replica's: of several copies tf.gather reads a whole one
-        found = tf.gather(value, ids)
+        found = tf.gather(source(value), ids)
     return table._maybe_autocast(found)
 
 
-def _is_read(table: keras.Variable) -> bool:
-    """Return whether a table's rows can be read without the rest of it."""
+def _by_rows(table: keras.Variable) -> bool:
+    """Return whether Keras shall take rows from the variable, and not from its value."""
+    return _is_at_hand(table) and (
+        isinstance(table, Sharded)
+        or getattr(_state, "by_rows", None) is True
+        or isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
+    )
+
+
+def _is_at_hand(table: keras.Variable) -> bool:
+    """Return whether rows of a table can be read without the rest of it."""
     if have_values([table]):
         return False
     if isinstance(table, Sharded):
@@ -74,9 +107,10 @@ def _is_read(table: keras.Variable) -> bool:
     )
 
 
-def _take(table: keras.Variable, indices: Any) -> tf.Tensor:
+def _take(table: keras.Variable, indices: tf.Tensor) -> tf.Tensor:
     """Return rows of a table at indices, of which negative ones count from its end."""
-    indices = _keras_numpy.convert_to_tensor(indices)
+    if indices.dtype.is_integer and indices.dtype not in (tf.int32, tf.int64):
+        indices = tf.cast(indices, tf.int64)  # a gather from a variable takes no others
     size = tf.cast(table.shape[0], indices.dtype)
     ids = tf.where(indices < 0, indices + size, indices)
     # `tf.gather` checks its indices itself.

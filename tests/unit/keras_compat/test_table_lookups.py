@@ -6,9 +6,18 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.keras_compat.table_lookups import tables_updated
 
 TABLE = np.arange(15, dtype="float32").reshape(5, 3)
 IDS = [[4, 0, 4], [-1, -5, 2]]
+KINDS = {
+    "lists": lambda: IDS,
+    "int64": lambda: np.array(IDS, np.int64),
+    "ragged": lambda: tf.ragged.constant([[4], [], [-1, 0]]),
+    "sparse": lambda: tf.sparse.from_dense([[0, 2], [1, 0]]),
+    "int16": lambda: np.array([-5, 4], np.int16),
+    "one": lambda: 3,
+}
 
 
 @pytest.fixture(params=["one_device", "mirrored", "central_storage"])
@@ -17,25 +26,23 @@ def strategy(request):
     return tfdist.make_strategy(request.param, devices=devices)
 
 
-def table(**options):
-    variable = keras.Variable(TABLE, **options)
-    return variable
-
-
-def in_replicas(strategy, function):
+def in_replicas(strategy, function, *args, by_rows=True):
     """Return what each replica gives in a traced step, and the kinds of the operations."""
-    step = tf.function(lambda: strategy.run(function), autograph=False)
-    operations = step.get_concrete_function().graph.get_operations()
-    return strategy.experimental_local_results(step()), [op.type for op in operations]
+
+    def on_replica(*args):
+        with tables_updated(by_rows):
+            return function(*args)
+
+    step = tf.function(lambda *args: strategy.run(on_replica, args), autograph=False)
+    operations = step.get_concrete_function(*args).graph.get_operations()
+    return strategy.experimental_local_results(step(*args)), [op.type for op in operations]
 
 
-KINDS = {
-    "lists": lambda: IDS,
-    "int64": lambda: np.array(IDS, np.int64),
-    "ragged": lambda: tf.ragged.constant([[4], [], [-1, 0]]),
-    "sparse": lambda: tf.sparse.from_dense([[0, 2], [1, 0]]),
-    "one": lambda: 3,
-}
+def assert_same(result, expected):
+    assert type(result) is type(expected)
+    parts, others = (tf.nest.flatten(x, expand_composites=True) for x in (result, expected))
+    for part, other in zip(parts, others, strict=True):
+        np.testing.assert_array_equal(part, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,26 +50,105 @@ def test_rows_are_those_of_keras(strategy, kind):
     ids = KINDS[kind]()
     expected = keras.ops.take(TABLE, ids, axis=0)
     with strategy.scope():
-        variable = table()
-        outside = keras.ops.take(variable, ids, axis=0)
+        variable = keras.Variable(TABLE)
+        assert_same(keras.ops.take(variable, ids, axis=0), expected)
     inside, operations = in_replicas(strategy, lambda: keras.ops.take(variable, ids, axis=0))
-    for rows in (outside, *inside):
-        assert type(rows) is type(expected)
-        assert rows.shape.as_list() == expected.shape.as_list()
-        for part, whole in zip(
-            tf.nest.flatten(rows, expand_composites=True),
-            tf.nest.flatten(expected, expand_composites=True),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(part, whole)
+    for rows in inside:
+        assert_same(rows, expected)
     assert "ResourceGather" in operations
     assert "ReadVariableOp" not in operations
+
+
+def test_rows_keep_the_shape_of_sparse_ids(strategy):
+    with strategy.scope():
+        variable = keras.Variable(TABLE)
+
+    def rows(ids):
+        found = keras.ops.take(variable, ids, axis=0)
+        assert found.shape.as_list() == [None, 2, 3]
+        return found
+
+    def on_replica(ids):
+        with tables_updated(True):
+            return rows(ids)
+
+    spec = tf.SparseTensorSpec([None, 2], tf.int64)
+    step = tf.function(lambda ids: strategy.run(on_replica, (ids,)), input_signature=[spec])
+    ids = tf.sparse.from_dense(tf.constant([[0, 2], [1, 0]], tf.int64))
+    for each in strategy.experimental_local_results(step(ids)):
+        np.testing.assert_array_equal(each, TABLE[[[0, 2], [1, 0]]])
+
+
+@pytest.mark.parametrize("by_rows", [False, None])
+def test_tables_that_are_updated_as_a_whole_are_read(strategy, by_rows):
+    """After a gather from a variable, TensorFlow would copy it at each such update."""
+    with strategy.scope():
+        variable = keras.Variable(TABLE)
+
+    def rows():
+        return keras.ops.take(variable, IDS, axis=0)
+
+    inside, operations = in_replicas(strategy, rows, by_rows=by_rows)
+    for each in inside:
+        np.testing.assert_array_equal(each, TABLE[IDS])
+    assert "ResourceGather" not in operations
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "by_rows"),
+    [
+        (lambda: keras.optimizers.Adagrad(), True),
+        (lambda: keras.optimizers.SGD(), True),
+        (lambda: tfdist.optimizers.LazyAdam(), True),
+        (lambda: keras.optimizers.SGD(momentum=0.9), False),
+        (lambda: keras.optimizers.Adagrad(clipnorm=1.0), False),
+        (lambda: keras.optimizers.Adam(), False),
+        (lambda: tfdist.parallel.zero("adagrad"), False),
+    ],
+    ids=["adagrad", "sgd", "lazy adam", "momentum", "clipping", "adam", "zero"],
+)
+def test_steps_gather_from_the_table_if_the_optimizer_updates_rows(mirrored, optimizer, by_rows):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input([2], dtype="int32"), keras.layers.Embedding(5, 3)])
+        model.compile(optimizer(), "mse")
+    engine = mirrored.tfdist_engine
+    assert engine.updates_rows(model) is by_rows
+    engine.use(tfdist.sync.policy("bfloat16"))
+    try:
+        assert not engine.updates_rows(model)
+    finally:
+        engine.use(tfdist.sync.policy(None))
+
+
+def test_a_fit_gathers_from_the_table(strategy):
+    with strategy.scope():
+        table = keras.layers.Embedding(5, 3)
+        model = keras.Sequential([keras.Input([3], dtype="int32"), table])
+        model.compile(keras.optimizers.Adagrad(), "mse")
+    seen = []
+    call = table.call
+
+    def noted(ids):
+        rows = call(ids)
+        if not tf.executing_eagerly():
+            seen.extend(op.type for op in rows.graph.get_operations())
+        return rows
+
+    table.call = noted
+    x, y = np.array(IDS) % 5, np.zeros([2, 3, 3])
+    for method in (model.fit, model.evaluate):
+        seen.clear()
+        method(x, y, verbose=0)
+        assert "ResourceGather" in seen
+    seen.clear()
+    model.predict(x, verbose=0)
+    assert "ResourceGather" in seen
 
 
 @pytest.mark.parametrize("take", [{"axis": 1}, {}], ids=["columns", "values"])
 def test_what_else_keras_takes_is_as_it_was(strategy, take):
     with strategy.scope():
-        variable = table()
+        variable = keras.Variable(TABLE)
     expected = keras.ops.take(TABLE, [2, -1], **take).numpy()
     inside, _ = in_replicas(strategy, lambda: keras.ops.take(variable, [2, -1], **take))
     for rows in inside:
@@ -71,7 +157,7 @@ def test_what_else_keras_takes_is_as_it_was(strategy, take):
 
 def test_values_of_a_stateless_scope_are_taken(strategy):
     with strategy.scope():
-        variable = table()
+        variable = keras.Variable(TABLE)
 
     def other():
         with keras.StatelessScope(state_mapping=[(variable, tf.constant(-TABLE))]):
@@ -79,14 +165,6 @@ def test_values_of_a_stateless_scope_are_taken(strategy):
 
     for rows in in_replicas(strategy, other)[0]:
         np.testing.assert_array_equal(rows, -TABLE[[1]])
-
-
-def test_without_a_strategy_keras_is_as_it_was():
-    tfdist.make_strategy("one_device", devices="cpu")
-    variable = table()
-    step = tf.function(lambda: keras.ops.take(variable, IDS, axis=0), autograph=False)
-    operations = step.get_concrete_function().graph.get_operations()
-    assert "ResourceGather" not in [op.type for op in operations]
 
 
 def test_the_gradient_stays_sparse_where_rows_are_cast(strategy):
@@ -112,13 +190,6 @@ def test_the_gradient_stays_sparse_where_rows_are_cast(strategy):
 @pytest.mark.parametrize("ids", [[5], [-6]])
 def test_ids_out_of_range_are_errors(strategy, ids):
     with strategy.scope():
-        variable = table()
+        variable = keras.Variable(TABLE)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"is not in \[0, 5\)"):
         in_replicas(strategy, lambda: keras.ops.take(variable, ids, axis=0))
-
-
-def test_rows_of_variables_that_do_not_train(strategy):
-    with strategy.scope():
-        variable = keras.Variable([[1], [2]], dtype="int32", trainable=False)
-    for rows in in_replicas(strategy, lambda: keras.ops.take(variable, [1, 1], axis=0))[0]:
-        np.testing.assert_array_equal(rows, [[2], [2]])

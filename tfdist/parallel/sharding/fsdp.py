@@ -220,9 +220,10 @@ class FSDP(Store):
 
     def _shard_weights(self) -> None:
         tables = {
-            id(layer.weights[0]): layer.embeddings_initializer
+            id(each.weights[0]): each.embeddings_initializer
             for layer in layers_of(self._model)
-            if _is_one_part(layer)
+            for each in sublayers(layer)
+            if _is_one_part(each)
         }
         for v in weights_of(self._model):
             if not isinstance(v, Sharded):
@@ -417,23 +418,24 @@ def tables_of(layer: keras.layers.Layer) -> list[keras.Variable]:
         Tables; an empty list if the layer has other weights or only small tables.
     """
     weights = weights_of(layer)
-    tables = {
-        id(each.weights[0])
-        for each in sublayers(layer)
-        if _is_one_part(each) or _is_plain_embedding(each)
-    }
+    inside = sublayers(layer)
+    tables = {id(x.weights[0]) for x in inside if _is_one_part(x) or _is_plain_embedding(x)}
     large = any(math.prod(v.shape) >= MIN_VALUES for v in weights)
-    looks_up = {id(v) for v in weights} == tables and (large or _is_one_part(layer))
+    looks_up = {id(v) for v in weights} == tables and (large or any(map(_is_one_part, inside)))
     return weights if looks_up else []
 
 
 def _is_one_part(layer: keras.layers.Layer) -> bool:
-    return isinstance(layer, ShardedEmbedding) and layer.shards == 1
+    return isinstance(layer, ShardedEmbedding) and len(layer.weights) == 1
 
 
 def _is_plain_embedding(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer is an embedding that reads its one weight, and nothing else."""
-    return isinstance(layer, keras.layers.Embedding) and len(layer.weights) == 1
+    """Return whether a layer is an embedding without LoRA, and without scores by its table."""
+    return (
+        isinstance(layer, keras.layers.Embedding)
+        and len(layer.weights) == 1
+        and not getattr(layer, "tie_weights", False)
+    )
 
 
 def updates_rows(optimizer: keras.optimizers.Optimizer, policy: Gradients) -> bool:

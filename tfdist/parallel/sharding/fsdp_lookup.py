@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.keras_compat.parallel import Sharded, freed_with_graph
+from tfdist.keras_compat.table_lookups import source
 from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import weighted
 from tfdist.parallel.sharding.all_gather import Gathering
@@ -62,8 +63,7 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
 def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
     """Return values of a part of a table; the gradient of the part is sparse.
 
-    The values are gathered from the variable itself: a read would copy the whole part, if its
-    optimizer updates rows. TensorFlow's own gradient of that has an int32 shape, which a large part
+    TensorFlow's own gradient of a gather from a variable has an int32 shape, which a large part
     exceeds.
 
     Args:
@@ -83,7 +83,7 @@ def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
                 )
             ]
 
-        return tf.gather(part, positions), grad
+        return tf.gather(source(part), positions), grad
 
     return freed_with_graph([gather(positions)])[0]
 

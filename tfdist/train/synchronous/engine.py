@@ -36,7 +36,7 @@ from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
-from tfdist.parallel.sharding.fsdp import FSDP, check_deferred
+from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
 from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
@@ -536,6 +536,20 @@ class Engine(Hooks):
         It is the model's sharded optimizer, the holder of its weight shards, or `aggregation`.
         """
         return holder_of(model.optimizer, model.trainable_variables) or self.aggregation
+
+    def updates_rows(self, model: Any) -> bool:
+        """Return whether a model's optimizer updates only those rows of a table that a batch uses.
+
+        Args:
+            model: Model, or what stands for it in a loop of the user's own.
+        """
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None:
+            return False
+        exchange = self.exchange_of(model)
+        policy = exchange.policy
+        sparse = isinstance(policy, Gradients) and (policy.plain or isinstance(exchange, FSDP))
+        return sparse and updates_rows(optimizer, policy)
 
     def bytes_per_step(self, model: keras.Model) -> float:
         """Return the bytes that a replica sends in a training step; see `Hooks.bytes_per_step`."""

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.sharding import layouts
 from tfdist.train.health.watchdog import Watchdog
@@ -82,7 +83,8 @@ class Predictor:
         step = self.model.predict_step
         if self._compiles:
             step = tf.function(step, jit_compile=True, autograph=False)
-        outputs = step(replica_rows(batch, local_replica(placement), placement, self._host))
+        with tables_updated(self._strategy.tfdist_engine.updates_rows(self.model)):
+            outputs = step(replica_rows(batch, local_replica(placement), placement, self._host))
         if placement.replicas == 1:
             return outputs
         per = -(-batch.rows // placement.replicas)

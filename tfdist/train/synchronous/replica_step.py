@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import (
     combined_weight,
+    engine_of,
     is_compiled_by_xla,
     layer_state,
     local_component,
@@ -27,6 +28,7 @@ from tfdist.keras_compat import (
     scale_loss_for_distribution,
 )
 from tfdist.keras_compat.global_generator import SEED_STRIDE
+from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
@@ -59,10 +61,12 @@ def run_replica(
     Raises:
         ValueError: If replicas would meet in a branch or a loop of the step.
     """
-    if placement.replicas == 1:
-        return step(replica_rows(batch, 0, placement, host))
-    with _meetings_explained():
-        return _run_replica(step, model, batch, placement, host, even, combine)
+    by_rows = engine_of(tf.distribute.get_strategy()).updates_rows(model)
+    with tables_updated(by_rows):
+        if placement.replicas == 1:
+            return step(replica_rows(batch, 0, placement, host))
+        with _meetings_explained():
+            return _run_replica(step, model, batch, placement, host, even, combine)
 
 
 def _run_replica(

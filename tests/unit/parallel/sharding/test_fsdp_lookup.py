@@ -8,6 +8,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.layers import ShardedEmbedding
 from tfdist.parallel import deferred, fsdp
+from tfdist.parallel.sharding.fsdp import tables_of
 
 TABLE = (101, 5)  # neither rows nor values divide by two
 # Those that update the rows of a sparse gradient, and one that needs a dense one.
@@ -103,15 +104,49 @@ def test_a_table_that_is_also_read_whole_is_gathered_there(mirrored, monkeypatch
             x = keras.layers.GlobalAveragePooling1D()(table(ids))
             tied = keras.layers.Lambda(lambda x: x @ keras.ops.transpose(table.embeddings))
             model = keras.Model(ids, tied(x))
-            if sharded:
-                fsdp(model)
+            shards = fsdp(model) if sharded else None
             model.compile(keras.optimizers.Adagrad(0.1), "mse")
         x = np.random.default_rng(0).integers(0, TABLE[0], (25, 6))
         history = model.fit(x, np.eye(TABLE[0])[x[:, 0]], batch_size=8, epochs=2, verbose=0)
+        if shards is not None:
+            calls = {*shards._gathering.forward_group.bytes}
+            assert any("lookup" in call for call in calls)
+            assert any("read" in call for call in calls)
         return [history.history["loss"], *model.get_weights()]
 
     for value, other in zip(scores(True), scores(False), strict=True):
         np.testing.assert_allclose(value, other, atol=1e-6)
+
+
+class Scores(keras.layers.Embedding):
+    """Compute scores by the whole table, too, as ReversibleEmbedding of Keras does."""
+
+    tie_weights = True
+
+
+class Outer(keras.layers.Layer):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: keras.layers.Embedding(2**18, 4), 1),
+        (lambda: keras.layers.Embedding(2**18 - 1, 4), 0),
+        (lambda: keras.layers.Embedding(2**18, 4, lora_rank=2), 0),
+        (lambda: Scores(2**18, 4), 0),
+        (lambda: ShardedEmbedding(7, 2), 1),
+        (lambda: ShardedEmbedding(7, 2, shards=2), 0),
+    ],
+    ids=["large", "small", "LoRA", "scores", "sharded", "several shards"],
+)
+def test_layers_whose_rows_are_looked_up(make, count):
+    layer = make()
+    assert not tables_of(Outer(layer))  # not built
+    layer.build()
+    assert len(tables_of(layer)) == len(tables_of(Outer(layer))) == count
 
 
 def test_ids_out_of_range_name_the_table(mirrored, monkeypatch):
