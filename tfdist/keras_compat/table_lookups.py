@@ -45,11 +45,12 @@ def hook_lookups(in_strategy: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def tables_updated(by_rows: bool) -> Iterator[None]:
+def tables_updated(by_rows: bool | None) -> Iterator[None]:
     """Tell how the tables are updated that are looked up in this context, in this thread.
 
     Args:
-        by_rows: Whether an update computes on the rows of a batch, and not on the whole table.
+        by_rows: Whether an update computes on the rows of a batch, and not on the whole table; None
+            if that is unknown.
     """
     before = getattr(_state, "by_rows", None)
     _state.by_rows = by_rows
@@ -90,8 +91,12 @@ def _by_rows(table: keras.Variable) -> bool:
     """Return whether Keras shall take rows from the variable, and not from its value."""
     return _is_at_hand(table) and (
         isinstance(table, Sharded)
-        or getattr(_state, "by_rows", None) is True
         or isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
+        or (
+            getattr(_state, "by_rows", None) is True
+            and tf.as_dtype(table.dtype).is_floating  # GPUs gather from no variables of int8
+            and table.regularizer is None  # which reads the whole table
+        )
     )
 
 

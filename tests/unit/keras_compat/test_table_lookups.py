@@ -94,6 +94,17 @@ def test_tables_that_are_updated_as_a_whole_are_read(strategy, by_rows):
     assert "ResourceGather" not in operations
 
 
+@pytest.mark.parametrize(("dtype", "regularizer"), [("int8", None), ("float32", "l2")])
+def test_other_tables_are_read(strategy, dtype, regularizer):
+    with strategy.scope():
+        variable = keras.Variable(TABLE, dtype=dtype)
+        variable.regularizer = keras.regularizers.get(regularizer)
+    found, operations = in_replicas(strategy, lambda: keras.ops.take(variable, IDS, axis=0))
+    for each in found:
+        np.testing.assert_array_equal(each, TABLE[IDS])
+    assert "ResourceGather" not in operations
+
+
 @pytest.mark.parametrize(
     ("optimizer", "by_rows"),
     [
@@ -116,6 +127,8 @@ def test_steps_gather_from_the_table_if_the_optimizer_updates_rows(mirrored, opt
     engine.use(tfdist.sync.policy("bfloat16"))
     try:
         assert not engine.updates_rows(model)
+        engine.use(tfdist.sync.policy(tfdist.sync.LocalSGD(every=2)))
+        assert engine.updates_rows(model) is by_rows
     finally:
         engine.use(tfdist.sync.policy(None))
 

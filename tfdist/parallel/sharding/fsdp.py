@@ -417,6 +417,8 @@ def tables_of(layer: keras.layers.Layer) -> list[keras.Variable]:
     Returns:
         Tables; an empty list if the layer has other weights or only small tables.
     """
+    if isinstance(layer, keras.layers.Wrapper | keras.layers.RNN):
+        return []  # it may look rows up in a loop, where replicas cannot meet
     weights = weights_of(layer)
     inside = sublayers(layer)
     tables = {id(x.weights[0]) for x in inside if _is_one_part(x) or _is_plain_embedding(x)}
@@ -447,7 +449,7 @@ def updates_rows(optimizer: keras.optimizers.Optimizer, policy: Gradients) -> bo
     """
     return (
         type(optimizer) is keras.optimizers.Adagrad
-        or type(optimizer).update_step is LazyAdam.update_step
+        or getattr(type(optimizer), "update_step", None) is LazyAdam.update_step
         or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
     ) and not any(
         (

@@ -537,19 +537,24 @@ class Engine(Hooks):
         """
         return holder_of(model.optimizer, model.trainable_variables) or self.aggregation
 
-    def updates_rows(self, model: Any) -> bool:
+    def updates_rows(self, model: Any) -> bool | None:
         """Return whether a model's optimizer updates only those rows of a table that a batch uses.
 
         Args:
             model: Model, or what stands for it in a loop of the user's own.
+
+        Returns:
+            The answer; None if the model has no optimizer, or several in one.
         """
         optimizer = getattr(model, "optimizer", None)
-        if optimizer is None:
-            return False
+        several = getattr(keras.optimizers, "MultiOptimizer", ())
+        if optimizer is None or isinstance(optimizer, several):
+            return None
         exchange = self.exchange_of(model)
         policy = exchange.policy
-        sparse = isinstance(policy, Gradients) and (policy.plain or isinstance(exchange, FSDP))
-        return sparse and updates_rows(optimizer, policy)
+        if isinstance(policy, LocalSGD):
+            return not policy.warmup and updates_rows(optimizer, Gradients())
+        return (policy.plain or isinstance(exchange, FSDP)) and updates_rows(optimizer, policy)
 
     def bytes_per_step(self, model: keras.Model) -> float:
         """Return the bytes that a replica sends in a training step; see `Hooks.bytes_per_step`."""

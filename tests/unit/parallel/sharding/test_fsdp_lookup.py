@@ -146,6 +146,7 @@ def test_layers_whose_rows_are_looked_up(make, count):
     layer = make()
     assert not tables_of(Outer(layer))  # not built
     layer.build()
+    assert not tables_of(keras.layers.TimeDistributed(layer))
     assert len(tables_of(layer)) == len(tables_of(Outer(layer))) == count
 
 

@@ -133,8 +133,8 @@ class Transport:
                 )
         results = list(results) if isinstance(results, list | tuple) else [results]
         return [
-            x if s is None else tf.ensure_shape(x, s) if s else tf.reshape(x, s)
-            for x, s in zip(results, shapes, strict=True)
+            x if s is None else (tf.ensure_shape if given.shape.rank else tf.reshape)(x, s)
+            for x, s, given in zip(results, shapes, tensors, strict=True)
         ]
 
     def _run(self, collective: int, name: str, reduction: str, *arrays: np.ndarray):

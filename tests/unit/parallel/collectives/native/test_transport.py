@@ -79,10 +79,12 @@ def test_collectives_have_the_shapes_and_values_of_their_names(both, compiled):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "int32"])
 def test_a_scalar_travels_alone(both, dtype):
     def on_rank(transport, rank):
-        return transport.all_reduce([tf.cast(2 + rank, dtype)], "sum")[0]
+        x = tf.cast(2 + rank, dtype)
+        return transport.all_reduce([x], "sum")[0], transport.all_gather(x, "both")
 
-    for result in both(on_rank):
-        assert (result.shape, result.dtype.name, int(result)) == ((), dtype, 5)
+    for total, each in both(on_rank):
+        assert (total.shape, total.dtype.name, int(total)) == ((), dtype, 5)
+        assert (each.dtype.name, tf.cast(each, tf.int32).numpy().tolist()) == (dtype, [2, 3])
 
 
 def test_calls_keep_their_order_in_loops_branches_and_functions(both):
