@@ -205,14 +205,11 @@ class ShardedEmbedding(keras.layers.Layer):
         TensorFlow's own message would name the row's number in its shard, which does not help the
         user.
         """
-        lowest = tf.reduce_min(ids)
-        highest = tf.reduce_max(ids)
-        message = (
+        return table_lookups.check_range(
+            ids,
+            self.input_dim,
             f"{self.name}: expected ids from 0 to {self.input_dim - 1} (input_dim - 1); received "
-            "these lowest and highest ids:"
-        )
-        return tf.debugging.Assert(
-            (lowest >= 0) & (highest < self.input_dim), [message, lowest, highest]
+            "these lowest and highest ids:",
         )
 
     def compute_mask(self, inputs, mask=None):

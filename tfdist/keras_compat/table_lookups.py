@@ -61,7 +61,10 @@ def tables_updated(by_rows: bool | None) -> Iterator[None]:
 
 
 def source(table: tf.Variable) -> tf.Variable | tf.Tensor:
-    """Return what rows of a variable are gathered from: itself or its value."""
+    """Return what rows of a variable are gathered from: itself or its value.
+
+    It is the value in a context `tables_updated(False)`.
+    """
     return tf.convert_to_tensor(table) if getattr(_state, "by_rows", None) is False else table
 
 
@@ -75,21 +78,26 @@ def rows(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
     Returns:
         Rows `[..., width]`, in the dtype in which the current layer reads the table.
     """
-    if not _is_at_hand(table):
-        return tf.gather(table.value, ids)
-    if isinstance(table, Sharded):
-        found = table.tfdist_store.look_up(table, ids)
-    else:
-        value = table._value
-        if isinstance(value, _distribute_values.DistributedVariable):
-            value = value._get()  # the replica's: of several copies tf.gather reads a whole one
-        found = tf.gather(source(value), ids)
-    return table._maybe_autocast(found)
+    return _gathered(table, ids) if _can_gather(table) else tf.gather(table.value, ids)
+
+
+def check_range(ids: tf.Tensor, count: int, expected: str) -> tf.Operation:
+    """Assert that ids are from 0 to `count - 1`.
+
+    Args:
+        ids: Ids of any shape and integer type.
+        count: Number of rows.
+        expected: Beginning of the message, which the lowest and the highest id follow.
+    """
+    lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
+    return tf.debugging.Assert(
+        (lowest >= 0) & (highest < tf.cast(count, ids.dtype)), [expected, lowest, highest]
+    )
 
 
 def _by_rows(table: keras.Variable) -> bool:
     """Return whether Keras shall take rows from the variable, and not from its value."""
-    return _is_at_hand(table) and (
+    return _can_gather(table) and (
         isinstance(table, Sharded)
         or isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
         or (
@@ -100,7 +108,7 @@ def _by_rows(table: keras.Variable) -> bool:
     )
 
 
-def _is_at_hand(table: keras.Variable) -> bool:
+def _can_gather(table: keras.Variable) -> bool:
     """Return whether rows of a table can be read without the rest of it."""
     if have_values([table]):
         return False
@@ -118,15 +126,23 @@ def _take(table: keras.Variable, indices: tf.Tensor) -> tf.Tensor:
         indices = tf.cast(indices, tf.int64)  # a gather from a variable takes no others
     size = tf.cast(table.shape[0], indices.dtype)
     ids = tf.where(indices < 0, indices + size, indices)
-    # `tf.gather` checks its indices itself.
-    checks = [_check(table, ids)] if isinstance(table, Sharded) else []
+    checks = []
+    if isinstance(table, Sharded):  # else `tf.gather` checks its indices itself
+        expected = (
+            f"{table.path}: expected ids of its {table.shape[0]} rows; received these extremes:"
+        )
+        checks = [check_range(ids, table.shape[0], expected)]
     with tf.control_dependencies(checks):
-        return rows(table, ids)
+        return _gathered(table, ids)
 
 
-def _check(table: keras.Variable, ids: tf.Tensor) -> tf.Operation:
-    lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
-    message = f"{table.path}: expected ids of its {table.shape[0]} rows; received these extremes:"
-    return tf.debugging.Assert(
-        (lowest >= 0) & (highest < tf.cast(table.shape[0], ids.dtype)), [message, lowest, highest]
-    )
+def _gathered(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+    """Return rows of a table for which `_can_gather` is true."""
+    if isinstance(table, Sharded):
+        found = table.tfdist_store.look_up(table, ids)
+    else:
+        value = table._value
+        if isinstance(value, _distribute_values.DistributedVariable):
+            value = value._get()  # the replica's: of several copies tf.gather reads a whole one
+        found = tf.gather(source(value), ids)
+    return table._maybe_autocast(found)

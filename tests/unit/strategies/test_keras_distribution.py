@@ -175,7 +175,6 @@ def test_each_device_holds_a_part_of_the_weights_and_slots_with_the_numbers_of_o
 
 def test_a_model_that_one_mesh_saved_trains_on_another(tmp_path):
     """Train on a mesh, on one device and on another mesh, each from the file of the one before."""
-
     file = tmp_path / "model.keras"
 
     def momentum():

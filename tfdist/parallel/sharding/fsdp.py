@@ -21,7 +21,6 @@ from tfdist.keras_compat.parallel import (
     as_shards,
     clipping,
     has_value,
-    have_values,
     initialize,
     initializer_of,
     innermost,
@@ -282,12 +281,7 @@ class FSDP(Store):
 
     def looks_up(self, variable: Sharded) -> bool:
         """Return whether rows of a table are looked up, as in the graph of a step."""
-        return (
-            id(variable) in self._tables
-            and not have_values([variable])
-            and not tf.executing_eagerly()
-            and self.in_step()
-        )
+        return id(variable) in self._tables and not tf.executing_eagerly() and self.in_step()
 
     def look_up(self, variable: Sharded, ids: tf.Tensor) -> tf.Tensor:
         """Return rows of a table within a step; gradients flow through them."""
@@ -405,14 +399,13 @@ class FSDP(Store):
 
 
 def tables_of(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Return the weights of a layer if `fsdp` leaves them in their parts and looks up rows.
+    """Return the weights of a layer if `fsdp` looks up their rows and does not gather them.
 
-    These are layers whose weights are embedding tables, one of them at least `MIN_VALUES` large or
-    a `ShardedEmbedding`. Of smaller tables, a gather takes fewer collectives than lookups. Other
-    uses of such a table gather it.
+    All weights must be embedding tables, and one of them must have at least `MIN_VALUES` values or
+    belong to a `ShardedEmbedding`: a gather of small tables takes fewer collectives than lookups.
 
     Args:
-        layer: Layer that would else be a unit.
+        layer: Layer of the model; it becomes a unit if the result is empty.
 
     Returns:
         Tables; an empty list if the layer has other weights or only small tables.

@@ -78,10 +78,10 @@ def _unpadded(x: tf.Tensor) -> tf.Tensor:
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return the layers that become FSDP units, each once.
+    """Return the layers with weights of a model and of the models inside it, without repeats.
 
-    These are the layers with weights of the model and of the models inside it. Layers inside a
-    layer are not units of their own.
+    They become FSDP units, but for those that only look up rows. Layers inside a layer are not
+    units of their own.
 
     Args:
         model: Built model.

@@ -73,12 +73,8 @@ class Store:
             )
 
     def looks_up(self, variable: Sharded) -> bool:
-        """Return whether `look_up` gives rows of a variable here; a store of `fsdp` may."""
+        """Return whether the store has a method `look_up` for rows of a variable, as `fsdp` may."""
         return False
-
-    def look_up(self, variable: Sharded, ids: tf.Tensor) -> tf.Tensor:
-        """Return rows of a variable, of which no replica reads the whole."""
-        raise NotImplementedError
 
     def assign_whole(self, variable: Sharded, value: tf.Tensor) -> None:
         """Assign each replica of this process its row of a whole value."""
