@@ -8,7 +8,7 @@ Without arguments, these are all TensorFlow and Keras versions with the Python t
 the newest TensorFlow with the newest Keras on each other Python of the PATH. To run some only, name
 them, with a Python or without: `make test-matrix COMBINATIONS="2.19:3.10 2.21:3.15:3.12"`; the rows
 of the others then stay as they are. The Keras version "master" is built from source, from GitHub or
-from the directory KERAS_SOURCE.
+from the directory KERAS_SOURCE. "nightly:nightly" are the nightly builds of both.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ MODULE = ROOT / "tfdist" / "keras_compat" / "tested_versions.py"
 TENSORFLOW = ("2.19", "2.20", "2.21")
 KERAS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 MASTER = "master"
+NIGHTLY = "nightly"
 KERAS_SOURCE = "git+https://github.com/keras-team/keras"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -57,7 +58,8 @@ class Row:
     """Result of a combination: versions as installed, and what its tests said.
 
     Attributes:
-        combination: Minor versions of TensorFlow, Keras and Python; Keras may be "master".
+        combination: Minor versions of TensorFlow, Keras and Python; Keras may be "master", or
+            both "nightly".
         cells: Cells of the table.
     """
 
@@ -85,10 +87,16 @@ def main(argv: list[str]) -> int:
     words = parser.parse_args(argv).combinations or everything()
     combinations = []
     for word in words:
-        match = re.fullmatch(rf"(\d+\.\d+):(\d+\.\d+|{MASTER})(?::(\d+\.\d+))?", word)
+        match = re.fullmatch(
+            rf"(\d+\.\d+:(?:\d+\.\d+|{MASTER})|{NIGHTLY}:{NIGHTLY})(?::(\d+\.\d+))?", word
+        )
         if not match:
-            parser.error(f"{word}: expected minor versions such as 2.21:3.15 or 2.21:3.15:3.12")
-        tensorflow, keras, python = match.groups(OWN_PYTHON)
+            parser.error(
+                f"{word}: expected minor versions such as 2.21:3.15 or 2.21:3.15:3.12, "
+                f"2.21:{MASTER} or {NIGHTLY}:{NIGHTLY}"
+            )
+        pair, python = match.groups(OWN_PYTHON)
+        tensorflow, keras = pair.split(":")
         if not runs(python):
             parser.error(f"{word}: expected python{python} on the PATH, found none that runs")
         combinations.append((tensorflow, keras, python))
@@ -109,6 +117,7 @@ def everything() -> list[str]:
     newest = f"{TENSORFLOW[-1]}:{KERAS[-1]}"
     return [
         *(f"{tensorflow}:{keras}" for tensorflow in TENSORFLOW for keras in (*KERAS, MASTER)),
+        f"{NIGHTLY}:{NIGHTLY}",
         *(f"{newest}:{python}" for python in PYTHONS if python != OWN_PYTHON and runs(python)),
     ]
 
@@ -127,9 +136,9 @@ def runs(python: str) -> bool:
 
 
 def numbers(combination: tuple[str, ...]) -> list[list[float]]:
-    """Return the versions as numbers, by which they are sorted; "master" is the newest."""
+    """Return the versions as numbers, by which they are sorted; names are the newest."""
     return [
-        [float("inf") if part == MASTER else int(part) for part in version.split(".")]
+        [float("inf") if part in (MASTER, NIGHTLY) else int(part) for part in version.split(".")]
         for version in combination
     ]
 
@@ -139,39 +148,57 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
     combination = (tensorflow, keras, python_version)
     directory = ENVIRONMENTS / f"tensorflow-{tensorflow}-keras-{keras}-python-{python_version}"
     python = directory / "bin" / "python"
-    if keras == MASTER:  # pip would keep another commit of the same version
+    if keras in (MASTER, NIGHTLY):  # pip would keep another commit of the same version
         shutil.rmtree(directory, ignore_errors=True)
     if not python.exists():
         subprocess.run([str(command_of(python_version)), "-m", "venv", directory], check=True)
-    source = os.environ.get("KERAS_SOURCE", KERAS_SOURCE)
-    if os.path.isdir(source):
-        source = pathlib.Path(source).resolve().as_uri()
-    wanted = (
-        f"tensorflow=={tensorflow}.*",
-        f"keras @ {source}" if keras == MASTER else f"keras=={keras}.*",
-    )
-    print(f"{' '.join(wanted)}: installing into {directory.relative_to(ROOT)}", flush=True)
-    install = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--editable", "."]
-    code, text = output(
-        directory / "install.log", [python, *install, *wanted, *PACKAGES], INSTALL_S
-    )
+    packages = wanted(tensorflow, keras)
+    print(f"{' '.join(packages)}: installing into {directory.relative_to(ROOT)}", flush=True)
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    log = directory / "install.log"
+    code, text = output(log, [*pip, "--no-deps", "--editable", "."], INSTALL_S)
+    if not code:
+        # Of these, pip would not take a nightly build for the package that it replaces.
+        others = requirements(python, without=("tensorflow", "keras"))
+        code, text = output(log, [*pip, *packages, *others, *PACKAGES], INSTALL_S)
     if code:
         why = NOT_INSTALLED[0 if NOT_INSTALLABLE.search(text) else 1]
         return Row(combination, (tensorflow, keras, python_version, why, why))
-    print(f"{' '.join(wanted)}: testing", flush=True)
-    names = ("tensorflow", "keras")
+    print(f"{' '.join(packages)}: testing", flush=True)
+    names = ("tf-nightly", "keras-nightly") if keras == NIGHTLY else ("tensorflow", "keras")
     show = f"import importlib.metadata as m, platform; print(*map(m.version, {names}), sep='\\n')"
     _, text = output(
         directory / "versions.log", [python, "-c", f"{show}; print(platform.python_version())"], 60
     )
     versions = text.split()[-3:]
+    for index, name in enumerate((tensorflow, keras)):
+        if name in (MASTER, NIGHTLY):
+            versions[index] += f" ({name})"
     cells = []
     for suite, words in SUITES.items():
         log = directory / f"{suite}.log"
         cells.append(verdict(*output(log, [python, "-m", "pytest", "-q", *words], TESTS_S)))
-    if keras == MASTER:
-        versions[1] += f" ({MASTER})"
     return Row(combination, (*versions, *cells))
+
+
+def wanted(tensorflow: str, keras: str) -> list[str]:
+    """Return what pip has to install for a combination."""
+    if tensorflow == NIGHTLY:
+        return ["tf-nightly", "keras-nightly"]
+    if keras != MASTER:
+        return [f"tensorflow=={tensorflow}.*", f"keras=={keras}.*"]
+    source = os.environ.get("KERAS_SOURCE", KERAS_SOURCE)
+    if os.path.isdir(source):
+        source = pathlib.Path(source).resolve().as_uri()
+    return [f"tensorflow=={tensorflow}.*", f"keras @ {source}"]
+
+
+def requirements(python: pathlib.Path, without: tuple[str, ...]) -> list[str]:
+    """Return what tfdist requires, apart from some packages, in an environment that has it."""
+    show = "import importlib.metadata as m; print(*m.requires('tfdist'), sep='\\n')"
+    text = subprocess.run([python, "-c", show], check=True, capture_output=True, text=True).stdout
+    left_out = re.compile(rf"({'|'.join(without)})\b(?!-)|.*; *extra ==")
+    return [line for line in text.splitlines() if not left_out.match(line)]
 
 
 def output(log: pathlib.Path, command: list, timeout: float) -> tuple[int, str]:
@@ -226,8 +253,14 @@ def rows_of(page: str) -> list[Row]:
 
 
 def minor(version: str) -> str:
-    """Return the minor version of a version, or "master" for Keras' own."""
-    return MASTER if MASTER in version else ".".join(version.split(".")[:2])
+    """Return the minor version of a version, or the name in its parentheses.
+
+    Example:
+        >>> minor("2.21.0"), minor("3.16.0 (master)")
+        ('2.21', 'master')
+    """
+    name = re.search(r"\((.*)\)", version)
+    return name[1] if name else ".".join(version.split(".")[:2])
 
 
 def write(rows: list[Row]) -> None:
@@ -235,7 +268,9 @@ def write(rows: list[Row]) -> None:
     tables.write(PAGE, BEGIN, "\n".join([*HEADER, *map(str, rows)]))
     passed = dict.fromkeys(row.combination[:2] for row in rows if row.passed)
     failed = {row.combination[:2] for row in rows if row.installed and not row.passed}
-    pairs = [f'("{a}", "{b}"),' for a, b in passed if b != MASTER and (a, b) not in failed]
+    pairs = [
+        f'("{a}", "{b}"),' for a, b in passed if b not in (MASTER, NIGHTLY) and (a, b) not in failed
+    ]
     lines = "".join(f"\n    {pair}" for pair in pairs) + "\n" if len(pairs) > 1 else "".join(pairs)
     module, count = re.subn(
         r"(?ms)^(TESTED: [^=]* = )\(.*?\)\n\n",

@@ -4,6 +4,7 @@ import ast
 import pathlib
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_page_has_the_tested_versions():
         tuple(".".join(version.split(".")[:2]) for version in (tensorflow, keras))
         for tensorflow, keras, _, *results in rows
         if all(re.fullmatch(r"passed \(.*\)", result) for result in results)
-        and "master" not in keras
+        and "(" not in keras  # master and nightly
     ]
     assert list(dict.fromkeys(passed)) == list(versions_in(MODULE))
     assert passed
@@ -58,9 +59,13 @@ def test_only_versions_that_passed_become_tested(matrix):
             (("2.21.0", "3.15.1", "3.11.7"), ("passed (9)", "passed (8)")),
             (("2.21.0", "3.15.1", "3.13.0"), ("passed (9)", "passed (8)")),
             (("2.21.0", "3.16.0 (master)", "3.11.7"), ("passed (9)", "passed (8)")),
+            (
+                ("2.23.0.dev20261026 (nightly)", "3.16.0.dev2 (nightly)", "3.11.7"),
+                ("passed (9)", "passed (8)"),
+            ),
         )
     ]
-    assert [row.installed for row in rows] == [True, True, False, True, True, True]
+    assert [row.installed for row in rows] == [True, True, False, True, True, True, True]
     assert sorted(rows, key=lambda row: matrix.numbers(row.combination)) == rows
     matrix.write(rows[:1])
     assert versions_in(matrix.MODULE) == (("2.19", "3.10"),)
@@ -88,3 +93,20 @@ def test_only_versions_that_passed_become_tested(matrix):
 )
 def test_last_line_of_pytest_is_understood(matrix, code, text, verdict):
     assert matrix.verdict(code, text) == verdict
+
+
+def test_nightly_builds_take_the_place_of_releases(matrix, monkeypatch):
+    monkeypatch.delenv("KERAS_SOURCE", raising=False)
+    assert matrix.wanted("nightly", "nightly") == ["tf-nightly", "keras-nightly"]
+    assert matrix.wanted("2.21", "3.15") == ["tensorflow==2.21.*", "keras==3.15.*"]
+    others = matrix.requirements(pathlib.Path(sys.executable), without=("tensorflow", "keras"))
+    names = {re.split(r"[<>=]", line)[0] for line in others}
+    assert {"absl-py", "tensorflow-datasets"} < names
+    assert not names & {"tensorflow", "keras", "pytest"}
+
+
+@pytest.mark.parametrize("word", ["nightly:3.15", "2.21:nightly", "nightly", "2.21:3.15:nightly"])
+def test_names_of_other_combinations_are_errors(matrix, word, capsys):
+    with pytest.raises(SystemExit):
+        matrix.main([word])
+    assert f"{word}: expected minor versions such as 2.21:3.15" in capsys.readouterr().err

@@ -13,11 +13,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import (  # masks have no public accessors in every version
-    get_keras_mask,
-    set_keras_mask,
-)
 from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.framework.ops import gradient_registry
@@ -63,11 +60,19 @@ def copy_weight_decay_exclusions(
     excluded = {
         optimizer._var_key(counterpart)
         for v, counterpart in zip(variables, counterparts, strict=True)
-        if not source._use_weight_decay(v)
+        if _is_excluded_from_weight_decay(source, v)
     }
     optimizer._exclude_from_weight_decay = (
         getattr(optimizer, "_exclude_from_weight_decay", set()) | excluded
     )
+
+
+def _is_excluded_from_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> bool:
+    if hasattr(optimizer, "_is_excluded_from_weight_decay"):  # since Keras 3.16
+        return optimizer._is_excluded_from_weight_decay(variable)
+    return not optimizer._use_weight_decay(variable)
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
