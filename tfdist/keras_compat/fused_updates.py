@@ -325,6 +325,9 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     if slots is None:
         return False
     (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
+    if isinstance(gradient, tf.IndexedSlices) and not _on_servers():
+        _adagrad_rows(gradient, variable, slots[0], rate, epsilon)
+        return True
     arguments = {
         "var": variable.handle,
         "accum": slots[0],
@@ -339,6 +342,37 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     else:
         tf.raw_ops.ResourceApplyAdagradV2(**arguments, grad=tf.cast(gradient, tf.float32))
     return True
+
+
+def _on_servers() -> bool:
+    """Return whether other threads may update the same variables, as on parameter servers."""
+    return isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
+
+
+def _adagrad_rows(
+    gradient: tf.IndexedSlices, variable: tf.Variable, sums: Any, rate: Any, epsilon: float
+) -> None:
+    """Update the rows of a gradient without duplicates as Adagrad does.
+
+    XLA, which may compile the step, does not know TensorFlow's kernel for rows.
+
+    Args:
+        gradient: Gradient with one row for each of some indices.
+        variable: Variable that is updated.
+        sums: Handle of the sums of squared gradients.
+        rate: Learning rate.
+        epsilon: Number that is added to the sums.
+    """
+    rows = gradient.indices
+    with tf.device(variable.device):
+        values = tf.cast(gradient.values, tf.float32)
+        tf.raw_ops.ResourceScatterAdd(resource=sums, indices=rows, updates=tf.square(values))
+        summed = tf.raw_ops.ResourceGather(resource=sums, indices=rows, dtype=tf.float32)
+        tf.raw_ops.ResourceScatterSub(
+            resource=variable.handle,
+            indices=rows,
+            updates=values * rate / tf.sqrt(summed + epsilon),
+        )
 
 
 def _sgd(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:

@@ -14,7 +14,9 @@ import json, queue, threading
 import keras
 import tensorflow as tf
 from tfdist import ClusterSpec, keras_compat
-from tfdist.keras_compat import servers as server_compat
+from tfdist.keras_compat import fused_updates, servers as server_compat
+
+keras_compat.install()
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 spec = ClusterSpec.local(workers=2, ps=1, chief=True)
@@ -53,6 +55,18 @@ for _ in range(4):
     step()
 results["updated"] = weight.numpy().tolist()
 results["counted"] = int(keras_compat.step_counter(optimizer).numpy())
+
+with strategy.scope():
+    table = keras.Variable(tf.zeros([3, 1]), name="table")
+    optimizer = keras.optimizers.Adagrad(1.0)
+    optimizer.build([table])
+def update_a_row():
+    with fused_updates.fused():
+        optimizer.apply([tf.IndexedSlices(tf.ones([1, 1]), tf.constant([1]), tf.constant([3, 1]))], [table])
+step = tf.function(lambda: strategy.run(update_a_row), autograph=False).get_concrete_function()
+step()
+results["rows"] = [round(float(v), 4) for v in table.numpy()[:, 0]]
+results["kernels"] = [op.type for op in step.graph.get_operations() if "Adagrad" in op.type]
 
 endless = tf.function(lambda: tf.while_loop(lambda i: i >= 0, lambda i: [i * 0], [0]), autograph=False).get_concrete_function()
 run, cancel = server_compat.cancelable(endless)
@@ -94,6 +108,9 @@ def results(run_python):
         "devices": ["chief", "ps", "ps"],
         "updated": [-1.0, 0.0],  # two updates by the mean of two gradients of 1
         "counted": 4,
+        "rows": [0.0, -0.9535, 0.0],
+        # Between several operations, another worker would find slots that do not fit.
+        "kernels": ["ResourceSparseApplyAdagradV2"],
         "cancelled": True,
         "replaced": [5.0, 5.0],
         "restored": [-1.0, 0.0],
