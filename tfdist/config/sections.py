@@ -600,11 +600,6 @@ class Run:
                 f"{self.parallel.zero}. Remove it: with train.ema, the averages replace the "
                 "weights at the end of training."
             )
-        if self.output.export and self.parallel.zero == 3 and not self.output.save_model:
-            raise ValueError(
-                "output.export: with parallel.zero=3 the saved model is what is exported; expected "
-                "output.save_model=true too, received false."
-            )
 
     def _check_auto_batch(self) -> None:
         """Raise ValueError if the largest batch is asked for and cannot be found."""

@@ -268,11 +268,7 @@ def run(settings: config.Run) -> dict[str, Any]:
     if "model" in paths:
         model.save(paths["model"])
     if "export" in paths:
-        if settings.parallel.zero < 3:
-            model.export(paths["export"], verbose=False)
-        elif chief:  # a SavedModel cannot hold sharded weights
-            whole = keras.models.load_model(paths["model"], compile=False)
-            whole.export(paths["export"], verbose=False)
+        model.export(paths["export"], verbose=False)
 
     summary = {
         **metrics,

@@ -20,7 +20,7 @@ from tfdist.keras_compat.parallel import (
 )
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import OUTSIDE, Group, sendable
-from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
+from tfdist.parallel.sharding.whole_model_files import as_plain, exporting_whole
 
 
 class Store:
@@ -219,12 +219,9 @@ class Store:
             keras_method: Keras' own method.
             *args: Positional arguments of `keras_method`.
             **kwargs: Keyword arguments of `keras_method`.
-
-        Raises:
-            ValueError: If `keras_method` is `export`, and the model's weights are sharded.
         """
         if keras_method.__name__ == "export":
-            check_export(model)
+            keras_method = exporting_whole(keras_method)
         with as_plain(model, self.placement.workers, self.placement.is_chief):
             return keras_method(model, *args, **kwargs) if self.placement.is_chief else None
 

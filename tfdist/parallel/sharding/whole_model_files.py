@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -23,20 +27,32 @@ def sharded_variables(model: keras.Model) -> list[Sharded]:
     return list({id(v): v for v in variables if isinstance(v, Sharded)}.values())
 
 
-def check_export(model: keras.Model) -> None:
-    """Raise ValueError if a model's weights are sharded, so that it cannot be exported.
+def exporting_whole(keras_export: Callable) -> Callable:
+    """Wrap `Model.export`, so that it exports a plain copy of a model whose weights are sharded.
+
+    An exported function cannot gather weights from other replicas. The copy comes from a temporary
+    file, is in the memory of the host, and has no optimizer.
 
     Args:
-        model: Any model.
-
-    Raises:
-        ValueError: If the weights are sharded.
+        keras_export: Keras' method, called with (model, filepath, ...) in a context `as_plain`.
     """
-    if any(isinstance(v, Sharded) for v in model.weights):
-        raise ValueError(
-            "export: the model's weights are sharded. Call model.save(), load the file with "
-            "keras.models.load_model(), and export that model."
-        )
+
+    @functools.wraps(keras_export)
+    def export(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(v, Sharded) for v in model.weights):
+            return keras_export(model, *args, **kwargs)
+        drawn = random.getstate()  # of which Keras takes seeds; the other workers draw none here
+        try:
+            with tempfile.TemporaryDirectory(prefix="tfdist-export-") as directory:
+                path = os.path.join(directory, "model.keras")
+                keras.saving.save_model(model, path)
+                with tf.device("CPU:0"):
+                    whole = keras.saving.load_model(path, compile=False, safe_mode=False)
+        finally:
+            random.setstate(drawn)
+        return keras_export(whole, *args, **kwargs)
+
+    return export
 
 
 @contextlib.contextmanager

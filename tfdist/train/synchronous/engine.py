@@ -37,7 +37,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
-from tfdist.parallel.sharding.whole_model_files import as_plain, check_export
+from tfdist.parallel.sharding.whole_model_files import as_plain, exporting_whole
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -616,8 +616,7 @@ class Engine(Hooks):
 
     def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """See `keras.Model.export`; like `save`, all workers must call it."""
-        check_export(model)
-        return self.save(model, keras_method, *args, **kwargs)
+        return self.save(model, exporting_whole(keras_method), *args, **kwargs)
 
     # --- Helpers ----------------------------------------------------------------------------------
     def _check_copies(self, model: keras.Model) -> None:

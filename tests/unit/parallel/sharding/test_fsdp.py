@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import weakref
 
 import keras
@@ -549,10 +550,29 @@ def test_a_graph_is_freed_with_its_function(two, model, keep):
     assert graph() is None
 
 
-def test_a_sharded_model_is_not_exported(model, tmp_path):
-    fsdp(model)
-    with pytest.raises(ValueError, match=r"export: the model's weights are sharded.*load_model"):
-        model.export(tmp_path / "exported")
+def test_a_sharded_model_is_exported_whole(two, tmp_path):
+    class Scale(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight((shape[-1],), "ones", name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+    x = np.ones([4, 3], "float32")
+    with keras.saving.custom_object_scope({"Scale": Scale}), two.scope():
+        layers = [keras.layers.Dense(5), keras.layers.Dropout(0.5), Scale()]
+        model = keras.Sequential([keras.Input([3]), *layers])
+        fsdp(model)
+        model.compile("adam", "mse")
+        model.fit(x, np.ones([4, 5]), verbose=0)
+        random.seed(1)
+        model.export(tmp_path / "exported", verbose=False)
+        drawn = random.random()
+    random.seed(1)
+    assert drawn == random.random()  # as on workers that do not write
+    exported = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(exported.serve(x), model.predict(x, verbose=0), rtol=1e-6)
+    model.fit(x, np.ones([4, 5]), verbose=0)
 
 
 def test_chaos_result_has_the_gathered_weights(two, model, tmp_path):
