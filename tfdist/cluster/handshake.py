@@ -5,7 +5,6 @@ Each task sends one JSON line over a socket. See `preflight` for the wait for al
 
 import hashlib
 import hmac
-import importlib.metadata
 import json
 import platform
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.runtime.formatting import printable
+from tfdist.runtime.installed_packages import version_of
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, TASK_SECRET, TRANSIENT_CODE
 
 LINE_BYTES = 8192
@@ -47,13 +47,9 @@ def installed_versions() -> str:
         >>> "python 3." in installed_versions()
         True
     """
-    versions = [f"python {'.'.join(platform.python_version_tuple()[:2])}"]
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{package} not installed")
-    return ", ".join(versions)
+    python = ".".join(platform.python_version_tuple()[:2])
+    packages = (f"{package} {version_of(package) or 'not installed'}" for package in PACKAGES)
+    return ", ".join([f"python {python}", *packages])
 
 
 def hello_message(

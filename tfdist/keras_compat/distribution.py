@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -111,10 +112,19 @@ def _hook_changes(backend: Backend) -> None:
     @functools.wraps(keras_function)
     def set_global_attribute(name: str, value: Any) -> None:
         if name == _ATTRIBUTE:
+            if value is None and _is_called_by(keras.utils.clear_session):
+                return  # since Keras 3.16, it does this before all else
             backend.change(value)
         keras_function(name, value)
 
     _global_state.set_global_attribute = set_global_attribute
+
+
+def _is_called_by(function: Any) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _hook_clear_session(backend: Backend) -> None:

@@ -16,10 +16,11 @@ from tfdist.runtime.launch_protocol import TASK
 COPY_S = 1.0  # for the last lines
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # The format of glog. 303: libcuda is a stub, so there is no GPU driver, which is not an error on a
-# CPU machine.
+# CPU machine; TensorFlow 2.23 adds two lines that say where in its source that was found.
 _CHATTER = re.compile(
     r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: All log messages before absl::InitializeLog"
     r"|E\d{4} .*failed call to cuInit.*\(303\)"
+    r"|=== Source Location Trace: ===|external/xla/\S+/cuda_status\.cc:\d+$"
 )
 
 

@@ -14,6 +14,8 @@ NOISE = [
     "I0000 00:00:1795552203.460556   31691 port.cc:153] oneDNN custom operations are on.",
     "E0000 00:00:1795552224.592097   31691 cuda_platform.cc:52] failed call to cuInit: INTERNAL: "
     "CUDA error: Failed call to cuInit: UNKNOWN ERROR (303)",
+    "=== Source Location Trace: ===",
+    "external/xla/xla/stream_executor/cuda/cuda_status.cc:50",
 ]
 WRITE = f"""
 import os, signal, sys

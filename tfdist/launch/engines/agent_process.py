@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import queue
@@ -34,6 +33,7 @@ from tfdist.launch.task_plan import SCRIPT_RUNNER, resolve_command
 from tfdist.launch.task_process import stopped_groups
 from tfdist.runtime import launch_protocol
 from tfdist.runtime.guardian import Guardian, kill_group
+from tfdist.runtime.installed_packages import version_of
 from tfdist.runtime.resource_limits import cores
 from tfdist.runtime.snapshot_protocol import is_supported
 
@@ -275,8 +275,8 @@ def facts_of_this_host() -> dict[str, Any]:
     """Return the host's name, the versions of what trains, and the number of cores."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+        if (version := version_of(package)) is not None:
+            versions[package] = version
     return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions}
 
 

@@ -28,7 +28,7 @@ def sharded_variables(model: keras.Model) -> list[Sharded]:
 
 
 def exporting_whole(keras_export: Callable) -> Callable:
-    """Wrap `Model.export`, so that it exports a plain copy of a model whose weights are sharded.
+    """Wrap `Model.export`: of a model with sharded weights, it exports a plain copy.
 
     An exported function cannot gather weights from other replicas. The copy comes from a temporary
     file, is in the memory of the host, and has no optimizer.

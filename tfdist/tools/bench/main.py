@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import tfdist
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
 from tfdist.runtime.formatting import counted
+from tfdist.runtime.installed_packages import version_of
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 from tfdist.runtime.resource_limits import cores
 from tfdist.tools.bench import rendering
@@ -313,7 +313,7 @@ def _memory() -> int:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "keras")}
+    versions = {name: str(version_of(name)) for name in ("tensorflow", "keras")}
     return {"tfdist": tfdist.__version__, "python": platform.python_version(), **versions}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import re
 import resource
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import tfdist
 from tfdist.cluster.handshake import PACKAGES
+from tfdist.runtime.installed_packages import version_of
 from tfdist.runtime.launch_protocol import THREAD_VARIABLES, inherited
 from tfdist.runtime.resource_limits import cores, memory, quota, read_text
 
@@ -118,7 +118,7 @@ def look(root: str | os.PathLike = "/") -> Machine:
     driven = driven_cards(root)
     return Machine(
         python=sys.version_info[:3],
-        versions={package: version(package) for package in PACKAGES},
+        versions={package: version_of(package) for package in PACKAGES},
         backend=variables.pop("KERAS_BACKEND", None),
         cards=pci_cards(root),
         driven=driven,
@@ -135,17 +135,6 @@ def look(root: str | os.PathLike = "/") -> Machine:
         now=time.time(),
         installed=os.stat(tfdist.__file__).st_mtime,
     )
-
-
-def version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed.
-
-    The version comes from the package's metadata, so the package is not imported.
-    """
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def visible_count(driven: int, visible: str | None) -> int:
