@@ -438,10 +438,11 @@ def _hook_symbolic_build() -> None:
 
     @functools.wraps(keras_method)
     def method(self, iterator=None, data_batch=None):
-        if iterator is not None and getattr(iterator._get_iterator(), "symbolic_first", False):
+        feed = None if iterator is None else iterator._get_iterator()
+        if feed is not None and hasattr(feed, "symbolic_batch"):
             # Keras would begin an epoch to learn shapes. A PyDataset's threads would prefetch
             # batches in it, and these would count twice.
-            data_batch = next(iter(iterator._get_iterator()))
+            data_batch = feed.symbolic_batch()
             iterator = None
         if engine_of(self.distribute_strategy) is None:
             return keras_method(self, iterator, data_batch)

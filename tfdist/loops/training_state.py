@@ -125,7 +125,7 @@ class State:
 
     @functools.cached_property
     def _feed(self) -> Feed:
-        return Feed(self.data, self._placement, self._engine.host, symbolic_first=False)
+        return Feed(self.data, self._placement, self._engine.host)
 
     @functools.cached_property
     def _replica_state(self) -> ReplicaState:

@@ -66,7 +66,6 @@ class FitWithoutStrategy(Hooks):
             dataset,
             Placement(1),
             None,
-            symbolic_first=False,
             steps=(
                 range(self._epochs.start * per_epoch, self._epochs.stop * per_epoch)
                 if per_epoch

@@ -55,9 +55,7 @@ def test_chosen_parallelism_is_kept():
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("begun", [False, True])
 def test_steps_read_data_without_the_tuner(replicas, begun):
-    feed = Feed(
-        tf.data.Dataset.range(8).batch(4), Placement(replicas, 0, 1), "/cpu:0", symbolic_first=False
-    )
+    feed = Feed(tf.data.Dataset.range(8).batch(4), Placement(replicas, 0, 1), "/cpu:0")
     if begun:
         feed.begin_at(0, 1)
     assert feed.next_pass().options().autotune.enabled is False

@@ -52,7 +52,6 @@ class Stream:
         dataset: Data set of global batches.
         host: Device of the coordinator.
         by_workers: Whether workers may read the data set; False if the coordinator must.
-        symbolic_first: Whether Keras' first `next()` only asks for shapes.
         seed: Seed of the random operations that have no seed of their own; None: a random one.
         position: Position in the data set. None: that of passes over the data.
         epoch: Function that returns Keras' current epoch.
@@ -63,7 +62,6 @@ class Stream:
         dataset: tf.data.Dataset,
         host: str,
         by_workers: bool,
-        symbolic_first: bool,
         seed: int | None,
         position: DataPosition | None = None,
         epoch: Callable[[], int] = lambda: 0,
@@ -71,7 +69,6 @@ class Stream:
         self.position = position or DataPosition(dataset)
         self._epoch_of_fit = epoch
         self.element_spec = dataset.element_spec
-        self.symbolic_first = symbolic_first
         self._host = host
         self._seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         self._passes = 0
@@ -93,6 +90,10 @@ class Stream:
 
     def __iter__(self) -> Pass:
         return Pass(self)
+
+    def symbolic_batch(self) -> Any:
+        """Return the batch from whose shapes Keras builds a model; see `symbolic`."""
+        return symbolic(self.element_spec)
 
     def local(self):
         """Return an iterator on the coordinator for the next pass."""
@@ -148,8 +149,6 @@ class Pass:
         return self
 
     def __next__(self):
-        if self.stream.symbolic_first and not self.position:
-            return symbolic(self.stream.element_spec)
         return self.batch()
 
     def batch(self):

@@ -214,7 +214,6 @@ class Coordinator(Hooks):
             dataset,
             self._host,
             self._by_workers,
-            self._kind != "predict",
             global_seed(),
             DataPosition(dataset, self._steps_per_epoch) if trains else None,
             lambda: self.heartbeat.epoch,

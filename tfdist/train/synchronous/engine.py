@@ -428,14 +428,12 @@ class Engine(Hooks):
                 dataset,
                 self.placement,
                 self.host,
-                symbolic_first=self._kind != "predict",
                 ends_early=self._kind == "fit" and self._watches["evaluate"].steps is not None,
             )
         self._training_feed = Feed(
             dataset,
             self.placement,
             self.host,
-            symbolic_first=True,
             steps=self._steps_of_fit,
             position=DataPosition(dataset, self._steps_per_epoch, self._steps_per_execution),
             epoch=lambda: self.heartbeat.epoch,

@@ -48,9 +48,6 @@ class Feed:
         dataset: Data set of global batches.
         placement: Position of this process, which selects its rows.
         host: Name of this process' CPU device, where batches are made. None: TensorFlow's choice.
-        symbolic_first: Whether Keras' first `next()` is the one that builds the model from shapes
-            alone. That call gets the element spec. So no batch is lost, and an uneven batch cannot
-            disturb building.
         steps: Steps that are trained, counted from the start of epoch 0; None if unknown. An
             endless data set is not read beyond the last one. That could begin another pass, on some
             workers and not on others, and the next `fit` would then start at different passes.
@@ -65,7 +62,6 @@ class Feed:
         dataset: tf.data.Dataset,
         placement: Placement,
         host: str | None,
-        symbolic_first: bool,
         steps: range | None = None,
         position: DataPosition | None = None,
         epoch: Callable[[], int] = lambda: 0,
@@ -76,7 +72,6 @@ class Feed:
         self.placement = placement
         self.host = host
         self.element_spec = dataset.element_spec
-        self.symbolic_first = symbolic_first
         self.even = _always_even(dataset.element_spec, placement.replicas)
         self.reads_ahead = not (ends_early and is_made_by_keras_threads(dataset))
         self._source = dataset
@@ -122,6 +117,13 @@ class Feed:
             if self._first is not None and most is not None:
                 self._first = self._first.take(most)
 
+    def symbolic_batch(self) -> Any:
+        """Return the batch from whose shapes Keras builds a model; see `symbolic`.
+
+        So no batch is lost, and an uneven batch cannot disturb building.
+        """
+        return symbolic(self.element_spec)
+
     @property
     def ordered(self) -> bool:
         """Return whether data pipelines of `tfdist.data` determine the order of the examples."""
@@ -165,28 +167,37 @@ class Feed:
 
 
 class FeedIterator:
-    """Iterator over one pass of a `Feed`."""
+    """Iterator over one pass of a `Feed`.
+
+    Keras makes an iterator more than it reads at the end of each epoch of known length. It draws a
+    seed from a data set that reshuffles. So that the passes have the same orders as without tfdist,
+    this makes one of TensorFlow, too. That of a data pipeline of `tfdist.data`, which counts its
+    passes, is made when a pass begins.
+    """
 
     def __init__(self, feed: Feed):
         self.feed = feed
         self._pass = feed.next_pass()
-        self._iterator = None
+        self._begun = False
+        self._iterator = None if feed.ordered else self._made()
 
     @property
     def iterator(self):
         """Return the tf.data iterator of this pass, from which a graph may draw batches."""
-        if self._iterator is None:
+        if not self._begun:
+            self._begun = True
             self.feed.position.begin_pass(self.feed.epoch())
-            with tf.device(self.feed.host):
-                self._iterator = iter(self._pass)
+            self._iterator = self._iterator or self._made()
         return self._iterator
+
+    def _made(self):
+        with tf.device(self.feed.host):
+            return iter(self._pass)
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.feed.symbolic_first and self._iterator is None:
-            return symbolic(self.feed.element_spec)
         return next(self.iterator)
 
 

@@ -27,7 +27,7 @@ def numbers(count=40):
 
 
 def make(dataset, seed=7, by_workers=True):
-    return Stream(dataset, HOST, by_workers, symbolic_first=True, seed=seed)
+    return Stream(dataset, HOST, by_workers, seed=seed)
 
 
 READER = """
@@ -180,8 +180,9 @@ def test_coordinator_can_be_chosen_to_read():
 
 
 def test_keras_gets_shapes_before_the_first_batch_and_loses_none():
-    one = iter(make(numbers().batch(4), by_workers=False))
-    assert isinstance(next(one), tf.TensorSpec)
+    stream = make(numbers().batch(4), by_workers=False)
+    assert isinstance(stream.symbolic_batch(), tf.TensorSpec)
+    one = iter(stream)
     assert [one.batch().numpy()[0] for _ in range(10)] == list(range(0, 40, 4))
     assert one.position == one.length == 10
     with pytest.raises(StopIteration):

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,13 +24,13 @@ def placements(workers, local_replicas=1):
 
 
 def fed(data, placement):
-    return list(Feed(data, placement, HOST, symbolic_first=False))
+    return list(Feed(data, placement, HOST))
 
 
 def fed_to_keras(data, placement):
     """Return the batch from which Keras infers shapes, and the batches that a step then draws."""
-    iterator = iter(Feed(data, placement, HOST, symbolic_first=True))
-    return next(iterator), list(iterator.iterator)
+    feed = Feed(data, placement, HOST)
+    return feed.symbolic_batch(), list(feed)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 60, 61])
@@ -181,7 +182,7 @@ def test_loops_outside_of_keras_get_the_same_rows():
 
 def test_batches_are_even_only_if_their_shapes_prove_it():
     def even(*arrays, replicas=2, **kwargs):
-        return Feed(dataset(*arrays, **kwargs), Placement(replicas), HOST, False).even
+        return Feed(dataset(*arrays, **kwargs), Placement(replicas), HOST).even
 
     assert even(np.zeros(8), batch=4, drop_remainder=True)
     assert not even(np.zeros(8), batch=4)
@@ -227,3 +228,38 @@ def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
         *(mirrored.experimental_local_results(r) for r in results), strict=True
     ):
         assert [float(s) for s in replica_sums] == [3, 3, 3, 30]
+
+
+def reshuffled():
+    x = np.arange(8, dtype="float32")[:, None]
+    return tf.data.Dataset.from_tensor_slices((x, x)).shuffle(8)
+
+
+def validated_by_itself():
+    data = reshuffled().batch(2)
+    return {"x": data, "validation_data": data.take(2)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda: {"x": reshuffled().batch(2)},
+        lambda: {"x": reshuffled().batch(2).filter(lambda x, y: True)},
+        lambda: {"x": reshuffled().batch(2), "steps_per_epoch": 2},
+        lambda: {"x": reshuffled().repeat().batch(2), "steps_per_epoch": 3},
+        validated_by_itself,
+    ],
+    ids=["passes", "unknown length", "parts of passes", "endless", "validated"],
+)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras learns the length so
+def test_a_data_set_that_reshuffles_has_the_same_orders_as_in_keras(mirrored, arguments):
+    histories = []
+    for strategy in (tf.distribute.get_strategy(), mirrored):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=["mae"])
+        given = arguments()
+        fits = [model.fit(**given, epochs=3, verbose=0).history for _ in range(2)]
+        histories.append([values for history in fits for values in history.values()])
+    np.testing.assert_allclose(*histories, rtol=1e-4)
