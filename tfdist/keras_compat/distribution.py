@@ -121,8 +121,10 @@ def _hook_changes(backend: Backend) -> None:
 
 
 def _is_called_by(function: Any) -> bool:
+    """Return whether a function is among the callers of this thread's current one."""
+    code = inspect.unwrap(function).__code__
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not function.__code__:
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 

@@ -312,22 +312,22 @@ def _correction(beta_1: Any, beta_2: Any, step: Any) -> tf.Tensor | float:
 
 
 def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:
-    """Update a variable as Adagrad does; return False if no kernel can.
+    """Update a variable, or rows of it, as Adagrad does; return False if no kernel can.
 
     Keras divides by `sqrt(accumulator + epsilon)`, the kernel by `sqrt(accumulator) + epsilon`. The
     epsilon passed makes both equal where the accumulator is at its initial value, from which it
     only grows. Beyond it, they differ by at most `epsilon / (8 * initial value)` of their value.
     """
-    first, epsilon = optimizer.initial_accumulator_value, optimizer.epsilon
-    if not all(isinstance(x, float) for x in (first, epsilon)) or not 0 <= epsilon <= 2e-6 * first:
-        return False
     slots = _slots(optimizer, variable, optimizer._accumulators)
     if slots is None:
         return False
     (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
+    first, epsilon = optimizer.initial_accumulator_value, optimizer.epsilon
     if isinstance(gradient, tf.IndexedSlices) and not _on_servers():
         _adagrad_rows(gradient, variable, slots[0], rate, epsilon)
         return True
+    if not all(isinstance(x, float) for x in (first, epsilon)) or not 0 <= epsilon <= 2e-6 * first:
+        return False
     arguments = {
         "var": variable.handle,
         "accum": slots[0],
@@ -352,9 +352,9 @@ def _on_servers() -> bool:
 def _adagrad_rows(
     gradient: tf.IndexedSlices, variable: tf.Variable, sums: Any, rate: Any, epsilon: float
 ) -> None:
-    """Update the rows of a gradient without duplicates as Adagrad does.
+    """Update the rows of a gradient without duplicates as Keras' Adagrad does, by no kernel.
 
-    XLA, which may compile the step, does not know TensorFlow's kernel for rows.
+    XLA, which may compile the step, does not know TensorFlow's for rows.
 
     Args:
         gradient: Gradient with one row for each of some indices.

@@ -16,7 +16,7 @@ from tfdist.runtime.launch_protocol import TASK
 COPY_S = 1.0  # for the last lines
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # The format of glog. 303: libcuda is a stub, so there is no GPU driver, which is not an error on a
-# CPU machine; TensorFlow 2.23 adds two lines that say where in its source that was found.
+# CPU machine. TensorFlow 2.23 adds where in its source it found that, as to other errors of CUDA.
 _CHATTER = re.compile(
     r"I\d{4} [\d:.]+ +\d+ \S+:\d+\]|WARNING: All log messages before absl::InitializeLog"
     r"|E\d{4} .*failed call to cuInit.*\(303\)"

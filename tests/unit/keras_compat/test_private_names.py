@@ -9,21 +9,20 @@ do.
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import pathlib
 from collections.abc import Iterator
 
 import keras
 import pytest
 
-KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 SOURCES = pathlib.Path(__file__).resolve().parents[3] / "tfdist" / "keras_compat"
 
 # Private names of classes that Keras' TensorFlow backend defines, and that `keras_compat` replaces
 # or calls. The public class, the name, the module that defines it; that of variables is elsewhere
 # since Keras 3.16.
 BACKEND = "keras.src.backend.tensorflow"
-CORE = f"{BACKEND}.ops.core" if KERAS >= (3, 16) else f"{BACKEND}.core"
+CORE = f"{BACKEND}.core" if importlib.util.find_spec(f"{BACKEND}.core") else f"{BACKEND}.ops.core"
 OF_BACKEND = [
     (keras.Model, "_maybe_symbolic_build", f"{BACKEND}.trainer"),
     (keras.Model, "make_train_function", f"{BACKEND}.trainer"),

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat import engine_of, local_component
+from tfdist.keras_compat import engine_of, local_component, unchanged_by_saving
 from tfdist.keras_compat.parallel import (
     Sharded,
     first_value,
@@ -20,7 +20,7 @@ from tfdist.keras_compat.parallel import (
 )
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import OUTSIDE, Group, sendable
-from tfdist.parallel.sharding.whole_model_files import as_plain, exporting_whole
+from tfdist.parallel.sharding.whole_model_files import as_plain
 
 
 class Store:
@@ -220,10 +220,12 @@ class Store:
             *args: Positional arguments of `keras_method`.
             **kwargs: Keyword arguments of `keras_method`.
         """
-        if keras_method.__name__ == "export":
-            keras_method = exporting_whole(keras_method)
-        with as_plain(model, self.placement.workers, self.placement.is_chief):
-            return keras_method(model, *args, **kwargs) if self.placement.is_chief else None
+        exports = keras_method.__name__ == "export"
+        with as_plain(model, self.placement.workers, self.placement.is_chief, exports):
+            if not self.placement.is_chief:
+                return None
+            with unchanged_by_saving(model):
+                return keras_method(model, *args, **kwargs)
 
     def check_xla(self, model: keras.Model, caller: str = "fsdp") -> None:
         """Raise ValueError if XLA would compile a model's collectives.

@@ -37,7 +37,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
-from tfdist.parallel.sharding.whole_model_files import as_plain, exporting_whole
+from tfdist.parallel.sharding.whole_model_files import as_plain
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -577,7 +577,8 @@ class Engine(Hooks):
         self._replica_state(model).gather()
         self._saves += 1
         saved = f"tfdist/saved/{self._saves}"
-        with self.gathered(model):
+        exports = keras_method.__name__ == "export"
+        with as_plain(model, self.placement.workers, self.placement.is_chief, exports):
             if self.placement.is_chief:
                 ended = "failed"
                 try:
@@ -610,11 +611,7 @@ class Engine(Hooks):
             )
         return None
 
-    save_weights = save
-
-    def export(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        """See `keras.Model.export`; like `save`, all workers must call it."""
-        return self.save(model, exporting_whole(keras_method), *args, **kwargs)
+    save_weights = export = save
 
     # --- Helpers ----------------------------------------------------------------------------------
     def _check_copies(self, model: keras.Model) -> None:

@@ -169,17 +169,17 @@ class Feed:
 class FeedIterator:
     """Iterator over one pass of a `Feed`.
 
-    Keras makes an iterator more than it reads at the end of each epoch of known length. It draws a
-    seed from a data set that reshuffles. So that the passes have the same orders as without tfdist,
-    this makes one of TensorFlow, too. That of a data pipeline of `tfdist.data`, which counts its
-    passes, is made when a pass begins.
+    TensorFlow's iterator is made at once, which reads no data, but draws a seed from a data set
+    that reshuffles. Keras makes one at the end of each epoch of known length, too, that it does not
+    read. So all passes have the same orders as without tfdist. A data pipeline of `tfdist.data`
+    counts its iterators as passes, so its iterator is made when the pass begins.
     """
 
     def __init__(self, feed: Feed):
         self.feed = feed
         self._pass = feed.next_pass()
         self._begun = False
-        self._iterator = None if feed.ordered else self._made()
+        self._iterator = None if feed.ordered else self._new_iterator()
 
     @property
     def iterator(self):
@@ -187,10 +187,10 @@ class FeedIterator:
         if not self._begun:
             self._begun = True
             self.feed.position.begin_pass(self.feed.epoch())
-            self._iterator = self._iterator or self._made()
+            self._iterator = self._iterator or self._new_iterator()
         return self._iterator
 
-    def _made(self):
+    def _new_iterator(self):
         with tf.device(self.feed.host):
             return iter(self._pass)
 
