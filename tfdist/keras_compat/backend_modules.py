@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 try:
-    from keras.src.backend.tensorflow import numpy as numpy_operations
+    from keras.src.backend.tensorflow import numpy as numpy
 except ImportError:  # since Keras 3.16
-    from keras.src.backend.tensorflow.ops import numpy as numpy_operations
-
-__all__ = ["numpy_operations"]
+    from keras.src.backend.tensorflow.ops import numpy as numpy

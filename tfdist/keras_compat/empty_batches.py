@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import gen_nn_ops as _gen_nn_ops
 
-from tfdist.keras_compat.backend_modules import numpy_operations as _keras_numpy
+from tfdist.keras_compat.backend_modules import numpy as _keras_numpy
 
 # The operations that all others are made of: those of tf.nn, of Keras' layers, and gradients. The
 # number is that of their results that have the rows of the batch; further results do not.

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import values as _distribute_values
 
-from tfdist.keras_compat.backend_modules import numpy_operations as _keras_numpy
+from tfdist.keras_compat.backend_modules import numpy as _keras_numpy
 from tfdist.keras_compat.parallel import Sharded, has_value, have_values
 
 _state = threading.local()
