@@ -12,8 +12,8 @@ A fused update equals that of Keras up to the rounding of float32. The weight de
 that has a kernel is a kernel too, which makes a second pass: none of TensorFlow's kernels decays a
 weight and updates it. Everything else is left to Keras: clipping, moving averages, accumulation,
 loss scaling, variables of other dtypes, sparse gradients of SGD without momentum, optimizers
-without a kernel, and classes that define `update_step` themselves. The update of rows that
-`tfdist.optimizers.LazyAdam` needs is here, too.
+without a kernel, and classes that define `update_step` themselves. Updates of rows without a kernel
+are here, too: those of `tfdist.optimizers.LazyAdam`, and those of Adagrad but on parameter servers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat import leave_scope
+from tfdist.keras_compat import leave_scope, replaced_values
 from tfdist.keras_compat.parallel import Sharded, replaced_shards, saved_with
 
 
@@ -55,7 +55,12 @@ def as_plain(
                     if exports
                     else tf.identity(whole)
                 )
-    with replaced_shards(values), _without_zero(model):
+    exported = [v for v in variables if exports and writes]
+    with (
+        replaced_shards(values),
+        replaced_values(exported, [values[id(v)] for v in exported]),
+        _without_zero(model),
+    ):
         yield
 
 
