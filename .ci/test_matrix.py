@@ -32,6 +32,7 @@ TENSORFLOW = ("2.19", "2.20", "2.21")
 KERAS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 MASTER = "master"
 NIGHTLY = "nightly"
+NAMED = (MASTER, NIGHTLY)  # versions with a name in the place of a number
 KERAS_SOURCE = "git+https://github.com/keras-team/keras"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -138,7 +139,7 @@ def runs(python: str) -> bool:
 def numbers(combination: tuple[str, ...]) -> list[list[float]]:
     """Return the versions as numbers, by which they are sorted; names are the newest."""
     return [
-        [float("inf") if part in (MASTER, NIGHTLY) else int(part) for part in version.split(".")]
+        [float("inf") if part in NAMED else int(part) for part in version.split(".")]
         for version in combination
     ]
 
@@ -148,7 +149,7 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
     combination = (tensorflow, keras, python_version)
     directory = ENVIRONMENTS / f"tensorflow-{tensorflow}-keras-{keras}-python-{python_version}"
     python = directory / "bin" / "python"
-    if keras in (MASTER, NIGHTLY):  # pip would keep another commit of the same version
+    if keras in NAMED:  # pip would keep another commit of the same version
         shutil.rmtree(directory, ignore_errors=True)
     if not python.exists():
         subprocess.run([str(command_of(python_version)), "-m", "venv", directory], check=True)
@@ -165,14 +166,14 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
         why = NOT_INSTALLED[0 if NOT_INSTALLABLE.search(text) else 1]
         return Row(combination, (tensorflow, keras, python_version, why, why))
     print(f"{' '.join(packages)}: testing", flush=True)
-    names = ("tf-nightly", "keras-nightly") if keras == NIGHTLY else ("tensorflow", "keras")
-    show = f"import importlib.metadata as m, platform; print(*map(m.version, {names}), sep='\\n')"
-    _, text = output(
-        directory / "versions.log", [python, "-c", f"{show}; print(platform.python_version())"], 60
+    show = (
+        "import platform; from tfdist.runtime.installed_packages import version_of; "
+        "print(version_of('tensorflow'), version_of('keras'), platform.python_version())"
     )
+    _, text = output(directory / "versions.log", [python, "-c", show], 60)
     versions = text.split()[-3:]
     for index, name in enumerate((tensorflow, keras)):
-        if name in (MASTER, NIGHTLY):
+        if name in NAMED:
             versions[index] += f" ({name})"
     cells = []
     for suite, words in SUITES.items():
@@ -268,9 +269,7 @@ def write(rows: list[Row]) -> None:
     tables.write(PAGE, BEGIN, "\n".join([*HEADER, *map(str, rows)]))
     passed = dict.fromkeys(row.combination[:2] for row in rows if row.passed)
     failed = {row.combination[:2] for row in rows if row.installed and not row.passed}
-    pairs = [
-        f'("{a}", "{b}"),' for a, b in passed if b not in (MASTER, NIGHTLY) and (a, b) not in failed
-    ]
+    pairs = [f'("{a}", "{b}"),' for a, b in passed if b not in NAMED and (a, b) not in failed]
     lines = "".join(f"\n    {pair}" for pair in pairs) + "\n" if len(pairs) > 1 else "".join(pairs)
     module, count = re.subn(
         r"(?ms)^(TESTED: [^=]* = )\(.*?\)\n\n",

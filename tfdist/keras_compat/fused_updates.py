@@ -323,7 +323,7 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
         return False
     (rate,) = _scalars(optimizer, variable, learning_rate, lambda rate: (rate,))
     first, epsilon = optimizer.initial_accumulator_value, optimizer.epsilon
-    if isinstance(gradient, tf.IndexedSlices) and not _on_servers():
+    if isinstance(gradient, tf.IndexedSlices) and not on_servers():
         _adagrad_rows(gradient, variable, slots[0], rate, epsilon)
         return True
     if not all(isinstance(x, float) for x in (first, epsilon)) or not 0 <= epsilon <= 2e-6 * first:
@@ -344,7 +344,7 @@ def _adagrad(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -
     return True
 
 
-def _on_servers() -> bool:
+def on_servers() -> bool:
     """Return whether other threads may update the same variables, as on parameter servers."""
     return isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
 
@@ -352,9 +352,9 @@ def _on_servers() -> bool:
 def _adagrad_rows(
     gradient: tf.IndexedSlices, variable: tf.Variable, sums: Any, rate: Any, epsilon: float
 ) -> None:
-    """Update the rows of a gradient without duplicates as Keras' Adagrad does, by no kernel.
+    """Update the rows of a gradient without duplicates as Adagrad does, without a kernel.
 
-    XLA, which may compile the step, does not know TensorFlow's for rows.
+    XLA, which may compile the step, does not have TensorFlow's kernel for rows.
 
     Args:
         gradient: Gradient with one row for each of some indices.

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import values as _distribute_values
 
 from tfdist.keras_compat.backend_modules import numpy as _keras_numpy
+from tfdist.keras_compat.fused_updates import on_servers
 from tfdist.keras_compat.parallel import Sharded, has_value, have_values
 
 _state = threading.local()
@@ -99,7 +100,7 @@ def _by_rows(table: keras.Variable) -> bool:
     """Return whether Keras shall take rows from the variable, and not from its value."""
     return _can_gather(table) and (
         isinstance(table, Sharded)
-        or isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy)
+        or on_servers()
         or (
             getattr(_state, "by_rows", None) is True
             and tf.as_dtype(table.dtype).is_floating  # GPUs gather from no variables of int8

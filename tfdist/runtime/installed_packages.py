@@ -1,4 +1,4 @@
-"""Versions of installed packages, from their metadata: no import."""
+"""Versions of installed packages, read from their metadata."""
 
 from __future__ import annotations
 

@@ -487,9 +487,11 @@ class Engine(Hooks):
         """Return the number of replicas and the index of this process' first one."""
         return self.placement.replicas, self.placement.first_replica
 
-    def gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the chief reads sharded variables whole."""
-        return as_plain(model, self.placement.workers, self.placement.is_chief)
+    def gathered(
+        self, model: keras.Model, exports: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the chief reads sharded variables whole; see `as_plain`."""
+        return as_plain(model, self.placement.workers, self.placement.is_chief, exports)
 
     def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """Return the values of a model's variables, which later updates do not change."""
@@ -577,8 +579,7 @@ class Engine(Hooks):
         self._replica_state(model).gather()
         self._saves += 1
         saved = f"tfdist/saved/{self._saves}"
-        exports = keras_method.__name__ == "export"
-        with as_plain(model, self.placement.workers, self.placement.is_chief, exports):
+        with self.gathered(model, exports=keras_method.__name__ == "export"):
             if self.placement.is_chief:
                 ended = "failed"
                 try:
