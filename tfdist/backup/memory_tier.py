@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import mmap
 import os
 import re
@@ -21,7 +20,6 @@ from typing import Any
 from absl import logging
 
 from tfdist.backup.claim import Superseded
-from tfdist.backup.shards import Piece
 from tfdist.backup.snapshot import Snapshot, pack, unpack
 from tfdist.runtime import resource_limits
 from tfdist.runtime.formatting import format_bytes
@@ -215,34 +213,20 @@ class MemoryTier:
             self.drop()
         return None
 
-    def pieces(
-        self, whole: HeldSnapshot, parts: Iterable[int]
-    ) -> Callable[[str], list[Piece]] | None:
-        """Return a function that finds the sharded variables of the held snapshot by their keys.
+    def parts(self, whole: HeldSnapshot, indices: Iterable[int]) -> list[Snapshot] | None:
+        """Return other parts of the held snapshot; None if one is missing or damaged.
 
         Args:
             whole: Part 0 of the snapshot.
-            parts: Indices of other parts, which are rows.
-
-        Returns:
-            The function; None if a part is missing or damaged.
+            indices: Indices of the parts.
         """
-        rows = [self.get(part) for part in parts]
+        found = [self.get(part) for part in indices]
         held = [
             each.snapshot
-            for each in rows
+            for each in found
             if each is not None and (each.position, each.parts) == (whole.position, whole.parts)
         ]
-        if len(held) < len(rows):
-            return None
-
-        def of(key: str) -> list[Piece]:
-            arrays = [(each.facts["first"], each.arrays[key]) for each in held]
-            return [
-                (first * math.prod(array.shape[1:]), array.reshape(-1)) for first, array in arrays
-            ]
-
-        return of
+        return held if len(held) == len(found) else None
 
     def drop(self) -> None:
         """Make the server release what it holds for the directory."""

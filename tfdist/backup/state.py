@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -40,29 +40,37 @@ def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
     return [tf.convert_to_tensor(v.value).numpy() for v in variables]
 
 
-def of_model(
-    model: keras.Model,
-    values: Callable[[Sequence[keras.Variable]], list[Any]] = each_value,
-    *,
-    gathered: bool = False,
-) -> Snapshot:
-    """Return the state of a model and its optimizer.
+class WholeVariables(NamedTuple):
+    """Variables of which a snapshot has all values, and what it says of the model.
 
-    This is the weights, moving statistics and seeds of the model, and the slots, iterations,
-    learning rate and loss scale of the optimizer, or optimizers.
+    Attributes:
+        variables: The variables by their keys in the snapshot.
+        facts: Facts of the snapshot. For sharded variables, these are names, shapes and dtypes;
+            `rows_of_model` returns this process's rows.
+    """
+
+    variables: Mapping[str, keras.Variable]
+    facts: Mapping[str, Any]
+
+    def read(self, values: Callable[[Sequence[keras.Variable]], list[Any]]) -> Snapshot:
+        """Return the snapshot.
+
+        Args:
+            values: Function that reads variables: arrays, or tensors that no update changes.
+        """
+        read = values(list(self.variables.values()))
+        return Snapshot(dict(zip(self.variables, read, strict=True)), self.facts)
+
+
+def whole_variables(model: keras.Model, gathered: bool = False) -> WholeVariables:
+    """Return what `of_model` reads of a model and its optimizer.
 
     Args:
         model: Built model. Its optimizer is built too, if it has one.
-        values: Function that reads variables: arrays, or tensors that no update changes.
         gathered: Whether sharded variables are read whole, like others.
-
-    Returns:
-        Copies, which later changes of the model do not affect. For sharded variables, only their
-        names, shapes and dtypes are included; `rows_of_model` returns this process's rows.
     """
     variables = _variables(model)
     whole = {key: v for key, v in variables.items() if gathered or not shards.is_sharded(v)}
-    arrays = dict(zip(whole, values(list(whole.values())), strict=True))
     sharded = {
         key: [v.path, shards.whole_shape(v), v.dtype]
         for key, v in variables.items()
@@ -73,7 +81,23 @@ def of_model(
         "names": [v.path for v in whole.values()],
         "shards": sharded,
     }
-    return Snapshot(arrays, facts)
+    return WholeVariables(whole, facts)
+
+
+def of_model(model: keras.Model, *, gathered: bool = False) -> Snapshot:
+    """Return the state of a model and its optimizer.
+
+    This is the weights, moving statistics and seeds of the model, and the slots, iterations,
+    learning rate and loss scale of the optimizer, or optimizers.
+
+    Args:
+        model: Built model. Its optimizer is built too, if it has one.
+        gathered: Whether sharded variables are read whole, like others.
+
+    Returns:
+        Copies, which later changes of the model do not affect.
+    """
+    return whole_variables(model, gathered).read(each_value)
 
 
 def is_sharded(model: keras.Model) -> bool:
@@ -262,11 +286,14 @@ def of_history(epochs: Sequence[int], logs: Mapping[str, Sequence[Any]]) -> dict
     values: dict[str, list] = {}
     dtypes: dict[str, str] = {}
     for name, column in logs.items():
-        arrays = [np.asarray(value) for value in column]
-        values[name] = [array.tolist() if array.ndim else float(array) for array in arrays]
-        for array in arrays:
-            if array.ndim:
-                dtypes[name] = array.dtype.name
+        values[name] = []
+        for value in column:
+            if not isinstance(value, float) and np.ndim(value):
+                each = np.asarray(value)
+                dtypes[name] = each.dtype.name
+                values[name].append(each.tolist())
+            else:
+                values[name].append(float(value))
     return {"epoch": list(epochs), "values": values, "dtypes": dtypes}
 
 
@@ -288,13 +315,26 @@ def into_history(saved: Mapping[str, Any], history: keras.callbacks.History) -> 
         ]
 
 
-def of_random() -> Snapshot:
-    """Return the state of the random generators of Python, NumPy and Keras in this process."""
+def keras_seed() -> list[keras.Variable]:
+    """Return the variable of Keras' global random generator, if it has been used."""
+    generator = global_generator.current()
+    return [] if generator is None else [generator.state]
+
+
+def of_random(seed: Any = None) -> Snapshot:
+    """Return the state of the random generators of Python, NumPy and Keras in this process.
+
+    Args:
+        seed: Value of the variable of `keras_seed`; None if there is none.
+    """
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
-    arrays = {f"{_RANDOM}/python": np.array(numbers, np.uint32), f"{_RANDOM}/numpy": keys}
-    if (generator := global_generator.current()) is not None:
-        arrays[f"{_RANDOM}/keras"] = np.asarray(generator.state.numpy())
+    arrays = {
+        f"{_RANDOM}/python": np.array(numbers, np.uint32),
+        f"{_RANDOM}/numpy": keys,
+    }
+    if seed is not None:
+        arrays[f"{_RANDOM}/keras"] = seed
     return Snapshot(arrays, {_RANDOM: [version, gauss, kind, *rest]})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,18 @@ from tfdist.keras_compat import stateful_layers, strategy_of
 from tfdist.train.health import preemption
 from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.health.watchdog import Watchdog
+
+
+class MetricCopies(NamedTuple):
+    """Copies of a metric's variable on the replicas of this process.
+
+    Attributes:
+        is_gathered: Whether each replica has the values of all.
+        copies: The variable of each local replica.
+    """
+
+    is_gathered: bool
+    copies: Sequence[tf.Variable]
 
 
 def _as_keras(self, model: keras.Model, keras_method: Callable, *args, **kwargs) -> Any:
@@ -152,10 +164,11 @@ class Hooks:
         """
         return contextlib.nullcontext()
 
+    def synchronize(self, model: keras.Model) -> None:
+        """Synchronize a model's state over the replicas, but for metrics, before it is read."""
+
     def metric_totals(self, model: keras.Model) -> tuple[list, list]:
         """Return the values of `model.metrics_variables` over all replicas.
-
-        The model's other state is synchronized over the replicas as well.
 
         Returns:
             The totals, and the values of each replica `[replicas, ...]`. The second list is empty,
@@ -170,8 +183,15 @@ class Hooks:
         """
         return []
 
+    def metric_copies(self, model: keras.Model) -> list[MetricCopies]:
+        """Return the variables of the metrics on the replicas of this process.
+
+        The list is empty if `metric_totals` needs no other process.
+        """
+        return []
+
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
-        """Restore the values that `metric_totals` returned."""
+        """Restore the values that `metric_totals` returned; `parts` suffice."""
 
     def sync_totals(self, model: keras.Model) -> list:
         """Return the state of `tfdist.sync`'s policy over all replicas.

@@ -193,10 +193,10 @@ def test_parts_of_several_workers_are_complete_together(server):
         for thread in threads:
             thread.join(WAIT_S)
         check_held(tiers[0], step)
-        pieces = tiers[0].pieces(tiers[0].get(), [1, 2])("rows")
-        assert [first for first, _ in pieces] == [0, 4]
+        parts = tiers[0].parts(tiers[0].get(), [1, 2])
+        assert [part.facts["first"] for part in parts] == [0, 1]
         np.testing.assert_array_equal(
-            np.concatenate([numbers for _, numbers in pieces]), np.arange(8.0) + step
+            np.concatenate([part.arrays["rows"][0] for part in parts]), np.arange(8.0) + step
         )
     for tier in tiers:
         tier.close()

@@ -28,7 +28,7 @@ from tfdist.runtime.time_account import time_account
 from tfdist.train.callbacks import log_files, sharded_snapshot
 from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots, SnapshotLost
 from tfdist.train.health import preemption
-from tfdist.train.hooks import Hooks, bind
+from tfdist.train.hooks import Hooks, MetricCopies, bind
 from tfdist.train.without_strategy import FitWithoutStrategy
 
 _METRICS = "metrics/"
@@ -119,10 +119,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._newest: StoredSnapshot | None = None
         self._opened = False
         self._save_requested = False
+        self._known_of_epoch: dict[str, Any] = {}  # what takes time to find, and stays the same
         self._first_epoch = 0
         self._replay_until = 0
         # Metric totals of the epoch that is being validated, and those of each replica.
         self._train_totals: tuple[list, list] | None = None
+        self._restored_metrics: tuple[list, list] = [], []  # totals, and those of each replica
         # Counters of the passes over the validation data, and their values before its next pass.
         self._validation_passes: list = []
         self._next_validation: list[int] = []
@@ -331,14 +333,13 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         """See `keras.callbacks.Callback`."""
         self._epoch = epoch
         self._step = 0
+        self._known_of_epoch.clear()
         snapshot = self._restored
         self._restored = None
         if snapshot is not None:
             state.into_history(snapshot.facts["history"], self.model.history)
             if self._replay_until:
-                self._engine.set_metric_totals(
-                    self.model, arrays_of(_METRICS, snapshot), arrays_of(_PARTS, snapshot)
-                )
+                self._engine.set_metric_totals(self.model, *self._restored_metrics)
         if self._every_seconds:
             self._pause(1)
         elif self.save_freq != "epoch":
@@ -360,35 +361,43 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._steps_since_memory += step - before
         if self._engine.stopping():
             self._preempt()
-        if self._save_requested:
-            self._save_requested = False
-            if self._saves_within_epochs():
-                self._save(self._epoch, self._step, self._history())
-        self._save_when_due()
-        if self._memory is None or self.memory_freq is None or self._step < self._next_memory:
-            return
-        if self._saves_within_epochs():
-            self._save(self._epoch, self._step, self._history(), in_memory=True)
-        self._pause_for_memory(self.memory_freq)
-
-    def _save_when_due(self) -> None:
-        if self.save_freq == "epoch" or self._step < self._next:
-            return
-        due = 1.0
-        ahead = self.save_freq
-        if self._every_seconds:  # the chief decides, because clocks differ between workers
-            passed = time.monotonic() - self._saved_at
-            left = (self._every_seconds - passed) / max(passed / self._steps_since_save, 1e-6)
-            due, ahead = self._engine.broadcast_from_chief(
-                [passed >= self._every_seconds, min(max(int(left), 1), 2 * self._steps_since_save)]
+        requested = self._save_requested
+        self._save_requested = False
+        due, ahead = self._due()
+        in_memory = self._memory is not None and self._step >= self._next_memory
+        within = self._saves_within_epochs()
+        on_disk = due or (requested and within)
+        if on_disk or (in_memory and within):
+            self._save(
+                self._epoch, self._step, self._history(), on_disk=on_disk, in_memory=in_memory
             )
-        if due:
-            self._save(self._epoch, self._step, self._history())
-        self._pause(ahead)
+        if ahead:
+            self._pause(ahead)
+        if in_memory:
+            assert self.memory_freq is not None
+            self._pause_for_memory(self.memory_freq)
+
+    def _due(self) -> tuple[bool, int]:
+        """Return whether `save_freq` asks for a save now, and the steps until it may ask again.
+
+        These are 0 steps if it does not ask at this step at all.
+        """
+        if self.save_freq == "epoch" or self._step < self._next:
+            return False, 0
+        if not self._every_seconds:
+            return True, self.save_freq
+        # The chief decides, because clocks differ between workers.
+        passed = time.monotonic() - self._saved_at
+        left = (self._every_seconds - passed) / max(passed / self._steps_since_save, 1e-6)
+        due, ahead = self._engine.broadcast_from_chief(
+            [passed >= self._every_seconds, min(max(int(left), 1), 2 * self._steps_since_save)]
+        )
+        return bool(due), int(ahead)
 
     def on_test_begin(self, logs=None):
         """See `keras.callbacks.Callback`."""
         if self._step:  # validation of a fit, which resets the metrics of the training epoch
+            self._engine.synchronize(self.model)
             self._train_totals = self._engine.metric_totals(self.model)
 
     def on_test_batch_end(self, batch, logs=None):
@@ -502,6 +511,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         *,
         first: bool = False,
         finished: str | None = None,
+        on_disk: bool = True,
         in_memory: bool = False,
     ) -> None:
         """Save the state at a given step of an epoch.
@@ -512,76 +522,96 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             history: History of the epochs before it.
             first: Whether nothing has been trained yet.
             finished: Launch in which training was completed; None while it is not complete.
-            in_memory: Whether to save it in the memory of the host, and not in the directory.
+            on_disk: Whether to save it in the directory.
+            in_memory: Whether to save it in the memory of the host.
         """
         if in_memory:
             self._steps_since_memory = 0
-        else:
+        if on_disk:
             self._steps_since_save = 0
             self._saved_at = time.monotonic()
         totals: list = []
         parts: list = []
         own: list = []
-        if step:
-            own = [] if self._train_totals else self._engine.own_metrics(self.model)
-        if step and not own:
-            totals, parts = self._train_totals or self._engine.metric_totals(self.model)
+        copies: list[MetricCopies] = []
+        if step and self._train_totals:
+            totals, parts = self._train_totals
+        elif step:
+            self._engine.synchronize(self.model)
+            if not on_disk:
+                copies = self._known("copies", self._engine.metric_copies)
+            if not copies:
+                own = self._known("own metrics", self._engine.own_metrics)
+            if not (copies or own):
+                totals, parts = self._engine.metric_totals(self.model)
         synced = self._engine.sync_totals(self.model)
         files: list[str] = []
-        count = 1  # of the parts of a snapshot in memory
-        if in_memory:
-            assert self._memory is not None
-            count = self._memory.save_rows(self.model, self._engine, (epoch, step))
-        else:
+        if on_disk:
             if state.is_sharded(self.model):
                 self._finish()  # the next snapshot's number is unknown while one is being written
             files = sharded_snapshot.save(self.model, self._engine, self.store)
-        if not self.writes:
-            return
+        seed = state.keras_seed() if self.writes else []
+        metrics = [*own, *(copy for each in copies for copy in each.copies)]
+        others: list[Any] = []  # values of the seed and of the metrics
 
-        def read(variables: Sequence[keras.Variable]) -> list[Any]:
-            nonlocal totals
-            values = self._engine.values(self.model, [*variables, *own])  # in one call
-            totals = values[len(variables) :] if own else totals
-            return values[: len(variables)]
+        def values(variables: Sequence[keras.Variable]) -> list[Any]:
+            read = self._engine.values(self.model, [*variables, *seed, *metrics])  # in one call
+            others[:] = read[len(variables) :]
+            return read[: len(variables)]
 
-        model_state = state.of_model(self.model, read)
-        random_state = state.of_random()
-        facts = {
-            **model_state.facts,
-            **random_state.facts,
-            "epoch": epoch,
-            "step": step,
-            "steps": self.params.get("steps"),
-            "a_call": self.model.steps_per_execution,
-            "data": self._engine.data_position(epoch, step),
-            "validation": self._next_validation,
-            "history": history,
-            "callbacks": state.of_callbacks(self._others()),
-            "logs": log_files.sizes(self._callbacks),
-            "tables": log_files.table_sizes(self._callbacks),
-            "stopped": self.params.get("epochs") if self.model.stop_training and not step else None,
-            "first": first,
-            "finished": finished,
-            "rows": files,
-            # Training that resumes saves at the same steps, as a save may change the rounding.
-            "since": [self._steps_since_save, self._steps_since_memory],
-        }
-        arrays = {
-            **model_state.arrays,
-            **random_state.arrays,
-            **state.best_of_callbacks(self._others()),
-            **numbered(_METRICS, totals),
-            **numbered(_PARTS, parts),
-            **numbered(_SYNC, synced),
-        }
+        snapshot = None
+        if self.writes:
+            model_state = self._known("variables", state.whole_variables).read(values)
+            random_state = state.of_random(*others[: len(seed)])
+            if own:
+                totals = others[len(seed) :]
+            facts = {
+                **model_state.facts,
+                **random_state.facts,
+                "epoch": epoch,
+                "step": step,
+                "steps": self.params.get("steps"),
+                "a_call": self.model.steps_per_execution,
+                "data": self._engine.data_position(epoch, step),
+                "validation": self._next_validation,
+                "history": history,
+                "callbacks": state.of_callbacks(self._others()),
+                "logs": log_files.sizes(self._callbacks),
+                "tables": log_files.table_sizes(self._callbacks),
+                "stopped": (
+                    self.params.get("epochs") if self.model.stop_training and not step else None
+                ),
+                "first": first,
+                "finished": finished,
+                "rows": files,
+                # Training that resumes saves at the same steps, as a save may change the rounding.
+                "since": [self._steps_since_save, self._steps_since_memory],
+            }
+            arrays = {
+                **model_state.arrays,
+                **random_state.arrays,
+                **state.best_of_callbacks(self._others()),
+                **numbered(_METRICS, totals),
+                **numbered(_PARTS, parts),
+                **numbered(_SYNC, synced),
+            }
+            snapshot = Snapshot(arrays, facts)
+        elif metrics:
+            values([])
         if in_memory:
             assert self._memory is not None
-            self._memory.save(Snapshot(arrays, facts), (epoch, step), count)
-            return
-        self._finish()
-        assert self._thread is not None
-        self._writing = self._thread.submit(self._write, Snapshot(arrays, facts))
+            of_copies = others[len(seed) :] if copies else []
+            self._memory.save(self.model, self._engine, (epoch, step), snapshot, copies, of_copies)
+        if on_disk and snapshot is not None:
+            self._finish()
+            assert self._thread is not None
+            self._writing = self._thread.submit(self._write, snapshot)
+
+    def _known(self, name: str, function: Callable[[keras.Model], Any]) -> Any:
+        """Return the result of a function of the model, which is called once an epoch."""
+        if name not in self._known_of_epoch:
+            self._known_of_epoch[name] = function(self.model)
+        return self._known_of_epoch[name]
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.monotonic()
@@ -723,9 +753,12 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._replay_snapshot = snapshot
         else:
             self._restore_callbacks(snapshot)
-        if self._memory is not None:
-            self._memory.restored()
+        self._restored_metrics = arrays_of(_METRICS, snapshot), arrays_of(_PARTS, snapshot)
         assert self._newest is not None
+        if self._memory is not None:
+            if self._newest.number == IN_MEMORY and (parts := self._memory.metrics(self._engine)):
+                self._restored_metrics = [], parts
+            self._memory.restored()
         self._note("restored", snapshot, self._newest.number, time.monotonic() - started)
 
     def _pieces(self, snapshot: Snapshot) -> Callable[[str], list[Piece]]:

@@ -1,30 +1,36 @@
 """Snapshots in the memory of the host, which outlive the training processes.
 
-The chief hands over the snapshot, and each worker its rows of sharded variables. Threads do so
-while the next steps run.
+The chief hands over the snapshot, and each of several workers a part with its rows of sharded
+variables and the metrics of its replicas. Threads do so while the next steps run. So no worker
+waits for another one to save.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from tfdist.backup import claim, state
 from tfdist.backup.memory_tier import HeldSnapshot, MemoryTier
 from tfdist.backup.shards import Piece
-from tfdist.backup.snapshot import Snapshot
+from tfdist.backup.snapshot import Snapshot, numbered
 from tfdist.backup.store import StoredSnapshot
 from tfdist.runtime.launch_protocol import TRANSIENT_CODE, Launched
 from tfdist.runtime.time_account import time_account
-from tfdist.train.hooks import Hooks
+from tfdist.train.hooks import Hooks, MetricCopies
 
 IN_MEMORY = -2  # instead of the number of a snapshot
 Position = tuple[int, int]  # epoch, and steps of it that are done
-_LAYOUT = "layout"  # fact of a sharded snapshot: first replica of each part, number of replicas
+# Fact of a snapshot with a part of each worker: first replica of each, and number of replicas.
+_LAYOUT = "layout"
+_METRICS = "metrics of replicas/"
 
 
 class SnapshotLost(TimeoutError):
@@ -38,21 +44,23 @@ class MemorySnapshots:
 
     Args:
         whole: Client of the snapshot server, for the chief's snapshots and for reading.
-        rows: Another one, for this worker's rows of sharded variables.
+        own: Another one, for the part of this worker.
         usable: Whether the server's snapshot is one of this training.
     """
 
-    def __init__(self, whole: MemoryTier, rows: MemoryTier, usable: bool):
+    def __init__(self, whole: MemoryTier, own: MemoryTier, usable: bool):
         self._whole = whole
-        self._rows = rows
+        self._own = own
         self._usable = usable
         # The server answers when all parts are there, so none may wait for another one here.
         self._threads = concurrent.futures.ThreadPoolExecutor(2, "tfdist-memory")
         self._saving: list[concurrent.futures.Future] = []
         self._is_sharded: bool | None = None
         self._known_layout: list[int] | None = None
+        self._unsharded: int | None = None  # bytes of the model without its rows
         self._largest = 0  # bytes of a part, if there are several
         self._held: HeldSnapshot | None = None  # until it is restored
+        self._held_parts: list[Snapshot] | None = None
 
     @classmethod
     def open(
@@ -68,7 +76,7 @@ class MemorySnapshots:
             memory_freq: Number of steps between two of them, or None.
             directory: Absolute path or URL of the directory.
             launched: Settings of the launcher.
-            writes: Whether this process writes the snapshots, apart from rows.
+            writes: Whether this process writes the snapshots, apart from its own part.
         """
         if memory_freq is None:
             return None
@@ -80,12 +88,12 @@ class MemorySnapshots:
                 "the hosts can listen at their addresses, but not with --cluster."
             )
             return None
-        whole, rows = (MemoryTier(directory, launched.attempt, server) for _ in range(2))
+        whole, own = (MemoryTier(directory, launched.attempt, server) for _ in range(2))
         holder = claim.holder(directory)
         usable = holder is not None and holder["launch"] == launched.launch
         if writes and not usable:
             whole.drop()
-        return cls(whole, rows, usable)
+        return cls(whole, own, usable)
 
     def newest(self, stored: StoredSnapshot | None) -> StoredSnapshot | None:
         """Return the snapshot in memory if it is newer than the one on the disk, else that one.
@@ -102,35 +110,70 @@ class MemorySnapshots:
     def pieces(self, engine: Hooks) -> Callable[[str], list[Piece]]:
         """Return a function that finds the sharded variables of the snapshot by their keys.
 
-        All workers call this. If the replicas are those of the snapshot, each reads only its own
-        rows, which its host mostly holds; else all rows.
+        All workers call this.
 
         Args:
             engine: Engine of the model's strategy.
 
         Raises:
-            SnapshotLost: If rows are missing or damaged. The snapshot is dropped then.
+            SnapshotLost: If a part is missing or damaged. The snapshot is dropped then.
+        """
+        held = self._parts(engine)
+
+        def of(key: str) -> list[Piece]:
+            arrays = [(part.facts["first"], part.arrays[key]) for part in held]
+            return [
+                (first * math.prod(array.shape[1:]), array.reshape(-1)) for first, array in arrays
+            ]
+
+        return of
+
+    def metrics(self, engine: Hooks) -> list[np.ndarray]:
+        """Return the metrics that the workers handed over, as `metric_totals` has their parts.
+
+        All workers call this. Only the values of replicas whose part is read are known, others are
+        zeros. They are those of all replicas if the replicas are not those of the snapshot.
+
+        Args:
+            engine: Engine of the model's strategy.
+
+        Returns:
+            For each variable its values on the snapshot's replicas, float64 `[replicas, ...]`,
+            or `[1, ...]` if each replica has the values of all. The list is empty if the snapshot
+            itself has the metrics.
+
+        Raises:
+            SnapshotLost: As `pieces`.
         """
         assert self._held is not None
-        parts = range(1, self._held.parts)
-        if parts and self._held.snapshot.facts[_LAYOUT] == self._layout(engine):
-            own = self._part(engine)
-            parts = range(own, own + 1)
-        pieces = self._whole.pieces(self._held, parts)
-        if pieces is None:
-            self._whole.drop()
-            raise SnapshotLost(
-                "memory_freq: rows of the snapshot in memory are missing or damaged. The next "
-                "attempt resumes from the disk."
-            )
-        return pieces
+        held = self._parts(engine)
+        if not held:
+            return []
+        replicas = self._held.snapshot.facts[_LAYOUT][-1]
+        tables = []
+        for i, gathered in enumerate(held[0].facts["gathered"]):
+            parts = [(part.facts["first"], part.arrays[f"{_METRICS}{i}"]) for part in held]
+            table = np.zeros([replicas, *parts[0][1].shape[1:]])
+            for first, values in parts:
+                table[first : first + len(values)] = values
+            tables.append(parts[0][1][:1].astype(float) if gathered else table)
+        return tables
 
     def restored(self) -> None:
         """Free what was only needed to restore."""
         self._held = None
+        self._held_parts = None
 
-    def save_rows(self, model: Any, engine: Hooks, position: Position) -> int:
-        """Hand over this worker's rows of sharded variables, once earlier ones are handed over.
+    def save(
+        self,
+        model: Any,
+        engine: Hooks,
+        position: Position,
+        snapshot: Snapshot | None,
+        copies: Sequence[MetricCopies] = (),
+        values: Sequence[Any] = (),
+    ) -> None:
+        """Hand over a snapshot, once earlier ones are handed over.
 
         All workers call this at the same step.
 
@@ -138,44 +181,46 @@ class MemorySnapshots:
             model: Model whose sharded variables are saved.
             engine: Engine of the model's strategy.
             position: Epoch, and steps of it that are done.
-
-        Returns:
-            The number of parts of the snapshot, of which part 0 is the chief's.
+            snapshot: The chief's snapshot; None on other workers.
+            copies: Copies of the variables of the metrics; none if the chief saves the metrics.
+            values: Values of these copies, one after the other.
         """
         self._finish()
         if self._is_sharded is None:
             self._is_sharded = state.is_sharded(model)
-        if not self._is_sharded:
-            return 1
-        rows = state.rows_of_model(model)
-        parts = len(self._layout(engine))  # the chief's snapshot, and rows of each worker
-        self._largest = state.unsharded_bytes(model) + sum(each.nbytes for each in rows.values())
-        self._saving.append(
-            self._threads.submit(
-                self._rows.put,
-                Snapshot(rows, {"first": engine.replicas()[1]}),
-                position,
-                self._part(engine),
-                parts,
-                self._largest,
+        parts = 1  # the chief's
+        if self._is_sharded or copies:
+            layout = self._layout(engine)
+            parts = len(layout)  # and one of each worker
+            rows = state.rows_of_model(model) if self._is_sharded else {}
+            if self._unsharded is None:
+                self._unsharded = state.unsharded_bytes(model)
+            self._largest = self._unsharded + sum(each.nbytes for each in rows.values())
+            part = functools.partial(self._put_part, rows, copies, values, engine.replicas()[1])
+            self._saving.append(
+                self._threads.submit(part, position, self._index(engine), parts, self._largest)
             )
-        )
-        return parts
+            if snapshot is not None:
+                facts = {**snapshot.facts, _LAYOUT: layout}
+                snapshot = dataclasses.replace(snapshot, facts=facts)
+        if snapshot is not None:
+            self._saving.append(
+                self._threads.submit(self._whole.put, snapshot, position, 0, parts, self._largest)
+            )
 
-    def save(self, snapshot: Snapshot, position: Position, parts: int) -> None:
-        """Hand over a snapshot; only the chief does.
-
-        Args:
-            snapshot: The snapshot.
-            position: Epoch, and steps of it that are done.
-            parts: Number of its parts, which `save_rows` has returned.
-        """
-        if self._known_layout is not None:
-            facts = {**snapshot.facts, _LAYOUT: self._known_layout}
-            snapshot = dataclasses.replace(snapshot, facts=facts)
-        self._saving.append(
-            self._threads.submit(self._whole.put, snapshot, position, 0, parts, self._largest)
-        )
+    def _put_part(
+        self,
+        rows: dict[str, np.ndarray],
+        copies: Sequence[MetricCopies],
+        values: Sequence[Any],
+        first: int,
+        *where: Any,
+    ) -> None:
+        """Hand over the part of this worker, whose first replica is given; see `save`."""
+        left = iter(values)
+        metrics = [np.stack([np.asarray(next(left)) for _ in each.copies]) for each in copies]
+        facts = {"first": first, "gathered": [each.is_gathered for each in copies]}
+        self._own.put(Snapshot({**rows, **numbered(_METRICS, metrics)}, facts), *where)
 
     def end(self, drop: bool) -> None:
         """End the saves of a `fit`.
@@ -190,7 +235,7 @@ class MemorySnapshots:
             if drop:
                 self._whole.drop()
             self._whole.close()
-            self._rows.close()
+            self._own.close()
 
     def _layout(self, engine: Hooks) -> list[int]:
         """Return the first replica of each worker, and the number of replicas.
@@ -203,9 +248,30 @@ class MemorySnapshots:
             self._known_layout = [*(int(row[0]) for row in rows), replicas]
         return self._known_layout
 
-    def _part(self, engine: Hooks) -> int:
-        """Return the index of the part that has this worker's rows."""
+    def _index(self, engine: Hooks) -> int:
+        """Return the index of this worker's part."""
         return 1 + self._layout(engine).index(engine.replicas()[1])
+
+    def _parts(self, engine: Hooks) -> list[Snapshot]:
+        """Return the parts that this worker needs: all, or only its own one.
+
+        Its own one, which its host mostly holds, suffices if the replicas are those of the
+        snapshot.
+        """
+        assert self._held is not None
+        if self._held_parts is None:
+            indices = range(1, self._held.parts)
+            if indices and self._held.snapshot.facts[_LAYOUT] == self._layout(engine):
+                own = self._index(engine)
+                indices = range(own, own + 1)
+            self._held_parts = self._whole.parts(self._held, indices)
+        if self._held_parts is None:
+            self._whole.drop()
+            raise SnapshotLost(
+                "memory_freq: a part of the snapshot in memory is missing or damaged. The next "
+                "attempt resumes from the disk."
+            )
+        return self._held_parts
 
     def _finish(self) -> None:
         """Wait until the last snapshot is handed over, and raise the error if it failed."""

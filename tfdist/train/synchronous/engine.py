@@ -26,6 +26,7 @@ from tfdist.keras_compat import (
     device_type,
     holder_of,
     leave_scope,
+    local_component,
     metric_variables,
     metrics_of,
     model_supports_jit,
@@ -46,7 +47,15 @@ from tfdist.train.callbacks.saving import backing, same_on_workers
 from tfdist.train.data_position import DataPosition
 from tfdist.train.health.heartbeat import Heartbeat, length, size
 from tfdist.train.health.watchdog import Watchdog
-from tfdist.train.hooks import Hooks, bind, build_in_scope, check_optimizer, check_stateful, fewest
+from tfdist.train.hooks import (
+    Hooks,
+    MetricCopies,
+    bind,
+    build_in_scope,
+    check_optimizer,
+    check_stateful,
+    fewest,
+)
 from tfdist.train.metric_calls import plain_variables
 from tfdist.train.synchronous import (
     assigned_weights,
@@ -55,6 +64,7 @@ from tfdist.train.synchronous import (
     replica_step,
 )
 from tfdist.train.synchronous.feed import Feed
+from tfdist.train.synchronous.gathered_metrics import is_gathered
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
 from tfdist.train.synchronous.local_sgd import LocalSteps
 from tfdist.train.synchronous.loop import Runner
@@ -497,20 +507,33 @@ class Engine(Hooks):
         """Return the values of a model's variables, which later updates do not change."""
         return self._replica_state(model).values(variables)
 
+    def synchronize(self, model: keras.Model) -> None:
+        """Synchronize a model's state over the replicas, but for metrics."""
+        self._replica_state(model).sync_replicas()
+
     def metric_totals(self, model: keras.Model) -> tuple[list, list]:
         """Return the values of the metrics' variables over all replicas, and of each replica."""
-        self._replica_state(model).sync_replicas()
         return self._replica_state(model).parts(metric_variables(model))
 
     def own_metrics(self, model: keras.Model) -> list[keras.Variable]:
         """Return the variables of the metrics if there is one replica; see `Hooks.own_metrics`."""
-        if self.placement.replicas > 1:
+        return [] if self.placement.replicas > 1 else metric_variables(model)
+
+    def metric_copies(self, model: keras.Model) -> list[MetricCopies]:
+        """Return the variables of the metrics on local replicas; see `Hooks.metric_copies`."""
+        if self.placement.workers == 1:
             return []
-        self._replica_state(model).sync_replicas()
-        return metric_variables(model)
+        with self._strategy.scope():  # otherwise a copy would be the sum of all copies
+            return [
+                MetricCopies(
+                    is_gathered(v),
+                    [local_component(v, i) for i in range(self.placement.local_replicas)],
+                )
+                for v in metric_variables(model)
+            ]
 
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
-        """Restore the values that `metric_totals` returned."""
+        """Restore the values that `metric_totals` returned; `parts` suffice."""
         self._replica_state(model).set_totals(metric_variables(model), totals, parts)
 
     def sync_totals(self, model: keras.Model) -> list:

@@ -33,6 +33,7 @@ MAX_PARTS = 1 << 16
 # costs as much as 15 to 20 of these readings, and a short `fit` has two to six.
 UNTRACED = 8
 
+_VALUES = "values"  # functions of `ReplicaState.values`
 SHORTEST_ROW = 8  # numbers that `all_gather` sends at least
 
 
@@ -91,19 +92,28 @@ class ReplicaState:
             results, own_results, notes = function(note_tensor)
         return *_as_numpy((results, own_results)), notes.numpy()
 
-    def values(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-        """Return the values of variables that all replicas share, on the host.
+    def values(self, variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Tensor]:
+        """Return the values of variables that all replicas share, or of copies, on the host.
 
         One call for all variables takes a third of the time of one call per variable. On the host
         nothing is copied: TensorFlow's next update of a variable writes to other memory as long as
         the tensor lives. The memory of other devices may not suffice for that.
         """
-        read = self._traced("values", variables, lambda: [tf.identity(v.value) for v in variables])
+        if not variables:
+            return []
+        read = self._traced(
+            f"{_VALUES} {len(variables)}",
+            variables,
+            lambda: [
+                tf.identity(v.value if isinstance(v, keras.Variable) else v) for v in variables
+            ],
+        )
         return [value if "CPU" in value.device else value.cpu() for value in read()]
 
     def forget(self) -> None:
-        """Release the variables that `values` last read."""
-        self._functions.pop("values", None)
+        """Release the variables that `values` has read."""
+        for kind in [kind for kind in self._functions if kind.startswith(_VALUES)]:
+            del self._functions[kind]
 
     def totals(self, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
         """Return the totals over all replicas of variables of which each has a part, float64.
@@ -185,9 +195,10 @@ class ReplicaState:
         Args:
             variables: The variables.
             totals: The totals.
-            parts: Values as `parts` returns them, for the same number of replicas; others are
-                ignored.
+            parts: Values as `parts` returns them. Those of another number of replicas count only
+                if there are no totals, which they then add up to.
         """
+        totals = totals or [_total_of(v, x) for v, x in zip(variables, parts, strict=True)]
         with self._strategy.scope() if variables else contextlib.nullcontext():
             for i, (variable, total) in enumerate(zip(variables, totals, strict=True)):
                 shape = (self._placement.replicas, *np.shape(total))

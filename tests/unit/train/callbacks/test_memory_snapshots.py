@@ -5,17 +5,19 @@ import shutil
 import socket
 import time
 
+import keras
 import numpy as np
 import pytest
 
+import tfdist
 from tfdist.backup import claim
 from tfdist.backup.snapshot import Snapshot
-from tfdist.backup.store import StoredSnapshot
+from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.runtime.launch_protocol import Launched
 from tfdist.runtime.snapshot_protocol import address_of, is_supported
 from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots, SnapshotLost
-from tfdist.train.hooks import Hooks
+from tfdist.train.hooks import Hooks, MetricCopies
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="no memfd_create: Linux has it")
 
@@ -36,7 +38,7 @@ def saved(directory, server, launch="launch"):
     memory = MemorySnapshots.open(10, directory, launched, True)
     claim.claim(directory, launch, 0)
     until_it_listens(server)
-    memory.save(state(1, 7), (1, 7), 1)
+    memory.save(keras.Sequential([keras.Input((1,))]), Hooks(), (1, 7), state(1, 7))
     memory.end(drop=False)
 
 
@@ -113,8 +115,7 @@ def test_workers_read_their_rows_or_all_if_their_number_changes(tmp_path, server
     launched = Launched(launch="launch", snapshot_server=server.name)
     saving = [MemorySnapshots.open(10, directory, launched, rank == 0) for rank in range(2)]
     for rank in range(2):
-        parts = saving[rank].save_rows(rank, Worker(rank, 2), (1, 7))
-    saving[0].save(state(1, 7), (1, 7), parts)
+        saving[rank].save(rank, Worker(rank, 2), (1, 7), None if rank else state(1, 7))
     for memory in saving:
         memory.end(drop=False)
 
@@ -138,6 +139,60 @@ def test_workers_read_their_rows_or_all_if_their_number_changes(tmp_path, server
     memory = MemorySnapshots.open(10, directory, launched, False)
     assert memory.newest(None) is None
     memory.end(drop=False)
+
+
+def test_metrics_of_each_replica_are_restored_or_add_up_if_their_number_changes(tmp_path, server):
+    directory = str(tmp_path / "backup")
+    until_it_listens(server)
+    claim.claim(directory, "launch", 0)
+    launched = Launched(launch="launch", snapshot_server=server.name)
+    model = keras.Sequential([keras.Input((1,))])
+    saving = [MemorySnapshots.open(10, directory, launched, rank == 0) for rank in range(3)]
+    copies = [MetricCopies(False, [None]), MetricCopies(True, [None])]
+    for rank, memory in enumerate(saving):
+        values = [np.float32(rank + 1), np.array([5, 6], np.int32)]  # a sum; a gathered metric
+        snapshot = None if rank else state(1, 7)
+        memory.save(model, Worker(rank, 3), (1, 7), snapshot, copies, values)
+    for memory in saving:
+        memory.end(drop=False)
+
+    def restored(engine):
+        memory = MemorySnapshots.open(10, directory, launched, False)
+        assert memory.newest(None).number == IN_MEMORY
+        metrics = [table.tolist() for table in memory.metrics(engine)]
+        assert memory.pieces(engine)
+        memory.end(drop=False)
+        return metrics
+
+    assert restored(Worker(1, 3)) == [[0.0, 2.0, 0.0], [[5.0, 6.0]]]
+    assert restored(Worker(1, 2)) == [[1.0, 2.0, 3.0], [[5.0, 6.0]]]
+
+
+def test_a_step_that_saves_in_memory_and_on_the_disk_saves_one_snapshot(
+    tmp_path, server, monkeypatch
+):
+    until_it_listens(server)
+    monkeypatch.setenv("TFDIST_LAUNCH", "launch")
+    monkeypatch.setenv("TFDIST_SNAPSHOT_SERVER", server.name)
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                raise KeyboardInterrupt
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    directory = str(tmp_path / "backup")
+    backup = tfdist.BackupAndRestore(directory, save_freq=4, memory_freq=2)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(np.ones([8, 1]), np.ones(8), 1, verbose=0, callbacks=[backup, Interrupt()])
+    in_memory = newest(directory, server).snapshot
+    on_disk = Store(directory, 2).newest().snapshot
+    assert in_memory.facts == on_disk.facts
+    assert (on_disk.facts["step"], on_disk.facts["since"]) == (4, [0, 0])
+    assert in_memory.arrays.keys() == on_disk.arrays.keys()
+    for key, array in on_disk.arrays.items():
+        np.testing.assert_array_equal(in_memory.arrays[key], array)
 
 
 def test_missing_server_is_named(tmp_path, caplog):
