@@ -60,7 +60,7 @@ test-ecosystem: .venv/installed-ecosystem
 	$(BIN)/python .ci/test_ecosystem.py
 
 chaos: .venv/installed-test
-	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py
+	TFDIST_CHAOS_ROUNDS=4 $(BIN)/python $(PYTEST) tests/cluster/test_faults.py tests/cluster/test_memory_snapshots.py
 
 soak: .venv/installed-test
 	$(BIN)/python benchmarks/soak.py

@@ -15,6 +15,7 @@ import tfdist
 BATCH = 32
 STEPS = 50  # of an epoch
 SAVE_FREQ = 10  # steps
+MEMORY_FREQ = 4  # steps
 EPOCHS = 10**6
 
 
@@ -41,7 +42,9 @@ def main(directory: str) -> None:
         tfdist.data.pipeline((x, y), BATCH, seed=3),
         epochs=EPOCHS,
         verbose=0,
-        callbacks=[tfdist.BackupAndRestore(root / "backup", save_freq=SAVE_FREQ)],
+        callbacks=[
+            tfdist.BackupAndRestore(root / "backup", save_freq=SAVE_FREQ, memory_freq=MEMORY_FREQ)
+        ],
     )
 
 

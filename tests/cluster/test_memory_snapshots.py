@@ -3,6 +3,7 @@
 It ends as if nothing had happened, and leaves no process and no shared memory.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.scripts.chaotic import EPOCHS, EXAMPLES, STEPS
+from tests.cluster.test_faults import points, random_plan
 from tests.cluster.test_launch_on_ssh import SSH
 from tests.forkserver import environ_of
 from tests.launches import ROOT, Launch
@@ -66,6 +68,8 @@ def check_equal(directory, whole):
             np.testing.assert_array_equal(end["history"][key], values, err_msg=key)
         for a, b in zip(end["weights"], expected["weights"], strict=True):
             np.testing.assert_array_equal(a, b)
+    assert points(directory) == points(whole)
+    assert (directory / "log.csv").read_text() == (whole / "log.csv").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -180,13 +184,10 @@ def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undis
 
 
 def test_killed_server_costs_the_snapshot_in_memory_only(launch):
-    """Training continues with the next server, and a kill before resumes from the disk."""
+    """Training continues with the next server, from whose snapshot it also resumes."""
     launch.bound = TIMEOUT_S
     launch.start(
-        "--workers",
-        "2",
-        "--restarts",
-        "9",
+        *("--workers", "2", "--restarts", "9", "--chaos", "kill worker:1@step=25"),
         command=(SCRIPT, ".", "5"),
         environ={**QUIET, "CHAOTIC_PACE": "0.3"},
     )
@@ -200,14 +201,43 @@ def test_killed_server_costs_the_snapshot_in_memory_only(launch):
     assert code == 0, err[-6000:]
     assert not servers(launch)
     assert "memory_freq" not in launch.log("worker-0")
-    assert len([line for line in read_journal(journal) if line["event"] == "attempt"]) == 1
+    restored = [line for line in read_journal(journal) if line["event"] == "restored"]
+    assert {(line["path"], line["attempt"]) for line in restored} == {("memory", 1)}
+    for name in ("worker-0.pickle", "worker-1.pickle"):
+        end = pickle.loads((launch.directory / name).read_bytes())
+        assert end["iterations"] == EPOCHS * STEPS
+        assert end["history"]["seen"] == [SEEN] * EPOCHS
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TFDIST_CHAOS_ROUNDS", "0"))))
+def test_random_kills_cost_nothing_but_time(seed, launch, undisturbed):
+    """Kill workers, and the server between two of these kills; `make chaos` runs this."""
+    launch.bound = TIMEOUT_S
+    launch.start(
+        *("--workers", "2", "--restarts", "99", "--chaos", random_plan(seed)),
+        command=(SCRIPT, ".", "100000", "fsdp" if seed % 2 else "auto"),
+        environ=QUIET,
+    )
+    path = str(launch.directory / "runs" / "latest")
+    for kills in (2, 5):
+        wait(
+            lambda kills=kills: len([x for x in read_journal(path) if x["event"] == EVENT]) > kills
+        )
+        os.kill(servers(launch)[0], signal.SIGKILL)
+    code, _, err = launch.finish()
+    assert code == 0, err[-6000:]
+    check_equal(launch.directory, undisturbed("fsdp" if seed % 2 else "auto"))
+    assert not launch.wait_for_nobody(30.0)
 
 
 def test_killed_launcher_leaves_neither_server_nor_shared_memory(launch):
     before = shared_memory()
-    launch.start("--restarts", "1", script="ready()\ntime.sleep(600)")
-    launch.wait_for("worker:0.ready")
-    wait(lambda: servers(launch))
+    launch.start(
+        *("--workers", "2", "--restarts", "1"),
+        command=(SCRIPT, ".", "100000"),
+        environ={**QUIET, "CHAOTIC_PACE": "0.3"},
+    )
+    wait(lambda: any(holds(server) for server in servers(launch)))
     launch._process.kill()
     assert not launch.wait_for_nobody(30.0)
     assert shared_memory() <= before
@@ -215,6 +245,15 @@ def test_killed_launcher_leaves_neither_server_nor_shared_memory(launch):
 
 def servers(launch):
     return [pid for pid in launch.living() if b"snapshot_process" in command_line(pid)]
+
+
+def holds(pid):
+    """Return whether a process holds a snapshot."""
+    for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if "tfdist-snapshot" in os.readlink(path):
+                return True
+    return False
 
 
 def command_line(pid):

@@ -89,6 +89,7 @@ class MemoryTier:
         self._segments: list[_Segment] = []
         self._warned: str | None = None
         self._given_up = False
+        self._patience = SUCCESSOR_S
 
     def put(
         self,
@@ -171,14 +172,17 @@ class MemoryTier:
             segment = self._free_segment(message["size"])
             segment.write(pieces)
             try:
-                return self._ask(message, segment.descriptor, seconds + LATE_S)[0]
+                answer, _ = self._ask(message, segment.descriptor, seconds + LATE_S)
+                self._patience = SUCCESSOR_S
+                return answer
             except TimeoutError:
                 raise
             except OSError:
                 # The server may hold either segment, so that neither can be written again.
                 self._close_segments()
-                limit = limit or time.monotonic() + SUCCESSOR_S
+                limit = limit or time.monotonic() + self._patience
                 if time.monotonic() > limit:
+                    self._patience = 0.0  # or each save would take that time, if none comes
                     raise
                 time.sleep(0.1)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.runtime.guardian import Guardian, kill_group
-from tfdist.runtime.launch_protocol import environment
+from tfdist.runtime.launch_protocol import environment, private
 from tfdist.runtime.termination import deferred_signals
 
 _ANSWER = "tfdist-answer:"  # prefix of an answer, because frameworks write to the same output
@@ -80,7 +80,11 @@ class Children(contextlib.AbstractContextManager):
             OSError: If the process cannot be started, or the log cannot be written.
         """
         with contextlib.ExitStack() as stack:
-            file = subprocess.PIPE if log is None else stack.enter_context(open(log, "wb"))
+            file = (
+                subprocess.PIPE
+                if log is None
+                else stack.enter_context(open(log, "wb", opener=private))
+            )
             stack.enter_context(deferred_signals())
             process = subprocess.Popen(
                 [sys.executable, "-m", *words],

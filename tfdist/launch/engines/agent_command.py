@@ -37,6 +37,7 @@ from tfdist.runtime.launch_protocol import (
     TRANSIENT_CODE,
     gets_repeated_signals,
     note,
+    private,
 )
 from tfdist.runtime.resource_limits import cores
 
@@ -141,7 +142,11 @@ def write_failure(log_dir: str, failure: Failure, environ: Mapping[str, str]) ->
     # A full disk must not hide the failure itself, which has been printed.
     with contextlib.suppress(OSError):
         path = os.path.join(log_dir, FAILURE_FILE)
-        with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{path}.part")  # a file that is there would keep its mode
+        with open(
+            f"{path}.part", "w", encoding="utf-8", errors="backslashreplace", opener=private
+        ) as file:
             json.dump(record, file)
         os.replace(f"{path}.part", path)
     if "KUBERNETES_SERVICE_HOST" in environ:

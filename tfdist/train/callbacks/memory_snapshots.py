@@ -143,7 +143,7 @@ class MemorySnapshots:
             itself has the metrics.
 
         Raises:
-            SnapshotLost: As `pieces`.
+            SnapshotLost: If a part is missing or damaged. The snapshot is dropped then.
         """
         assert self._held is not None
         held = self._parts(engine)
