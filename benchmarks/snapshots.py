@@ -51,7 +51,7 @@ SETUPS = (
     (500, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
     (2000, 1, (("pause", 10), ("disk", 10), ("memory", 10))),
 )
-LARGE = 1000  # MB: from this size on, each fit has one epoch
+LARGE = 1000  # MB: from this size on, each kind is measured in one epoch
 TITLES = {
     "none": "no saves",
     "pause": "pauses every {}, without a save",
@@ -104,11 +104,12 @@ def measure(megabytes: int, workers: int, kinds: list[Kind], args: argparse.Name
             each = team.answers(processes, f"train with saves {kind}")
             return max(each, key=lambda cost: cost.stall)
 
-        for kind in kinds:  # traces
+        large = megabytes >= LARGE
+        for kind in kinds[:1] if large else kinds:  # traces
             fit(kind, 1)
-        for number in range(args.rounds):
+        for number in range(1 if large else args.rounds):
             for kind in kinds if number % 2 == 0 else reversed(kinds):
-                costs[kind].append(fit(kind, args.steps or (1 if megabytes >= LARGE else EPOCHS)))
+                costs[kind].append(fit(kind, args.steps or (1 if large else EPOCHS)))
             print(f"{megabytes} MB, {workers} workers: round {number + 1}", file=sys.stderr)
     return costs
 

@@ -35,6 +35,7 @@ PARTS_S = 15.0  # for the other workers to hand over their parts of a snapshot
 COPY_BYTES_PER_S = 1 << 26  # at least, to another host
 LATE_S = 2.0  # for the server to say what it waited for
 SUCCESSOR_S = 3.0  # for a server that was killed to have a successor
+LATE_SAVES = 2  # in a row, after which no further one is tried
 SEGMENTS = 2  # one that the server holds, and one to write the next snapshot into
 _PIECES = 512  # at most 1024 in a call of the system
 _ROUND = 1 << 20  # bytes: a history that grows needs no new memory at each save
@@ -89,6 +90,7 @@ class MemoryTier:
         self._segments: list[_Segment] = []
         self._warned: str | None = None
         self._given_up = False
+        self._late = 0  # saves in a row that were not complete in time
         self._patience = SUCCESSOR_S
 
     def put(
@@ -133,11 +135,17 @@ class MemoryTier:
         except _TooLittleMemory as error:
             self._give_up(str(error))
             return False
-        except TimeoutError:  # the next one would cost as much time
-            self._give_up(
-                f"the snapshot server, or another worker with its part of the snapshot, did not "
+        except TimeoutError:
+            self._late += 1
+            reason = (
+                "the snapshot server, or another worker with its part of the snapshot, did not "
                 f"answer in {seconds:.3g} s"
             )
+            if self._late < LATE_SAVES:  # the worker may have been stopped for some time
+                self._close_segments()  # the server may hold either
+                self._warn(f"{reason}. The next save tries again to hold a snapshot in memory.")
+            else:  # each further one would cost as much time
+                self._give_up(reason)
             return False
         except OSError as error:
             self._warn(
@@ -145,6 +153,7 @@ class MemoryTier:
                 "are written as before; each save tries again to hold one in memory."
             )
             return False
+        self._late = 0
         if "superseded" in answer:
             raise Superseded(
                 f"{self._directory}: attempt {self._attempt} of the launch may no longer save, "

@@ -35,9 +35,12 @@ _BEST = "best"
 _RANDOM = "random"
 
 
-def each_value(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+def each_value(variables: Sequence[keras.Variable | tf.Variable]) -> list[np.ndarray]:
     """Return the values of variables, copied to the host."""
-    return [tf.convert_to_tensor(v.value).numpy() for v in variables]
+    return [
+        tf.convert_to_tensor(v.value if isinstance(v, keras.Variable) else v).numpy()
+        for v in variables
+    ]
 
 
 class WholeVariables(NamedTuple):

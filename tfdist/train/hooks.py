@@ -24,11 +24,12 @@ class MetricCopies(NamedTuple):
     """Copies of a metric's variable on the replicas of this process.
 
     Attributes:
-        is_gathered: Whether each replica has the values of all.
+        aggregation: How the values of the replicas give the total: "sum", "mean" or another one of
+            Keras, with which the first one counts; None if each replica has the total.
         copies: The variable of each local replica.
     """
 
-    is_gathered: bool
+    aggregation: str | None
     copies: Sequence[tf.Variable]
 
 
@@ -153,7 +154,9 @@ class Hooks:
         """Return the number of replicas and the index of this process' first one."""
         return 1, 0
 
-    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[Any]:
+    def values(
+        self, model: keras.Model, variables: Sequence[keras.Variable | tf.Variable]
+    ) -> list[Any]:
         """Return the values of a model's variables, arrays or tensors that no update changes."""
         return state.each_value(variables)
 
@@ -191,7 +194,7 @@ class Hooks:
         return []
 
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
-        """Restore the values that `metric_totals` returned; `parts` suffice."""
+        """Restore the values that `metric_totals` returned."""
 
     def sync_totals(self, model: keras.Model) -> list:
         """Return the state of `tfdist.sync`'s policy over all replicas.

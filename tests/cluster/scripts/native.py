@@ -67,6 +67,29 @@ def padded():
     )
 
 
+class Span(keras.metrics.Metric):
+    """Return the span of all logits, for which replicas gather their rows."""
+
+    def __init__(self):
+        super().__init__(name="span")
+        self.least = self.add_weight(shape=(), initializer="zeros", name="least")
+        self.most = self.add_weight(shape=(), initializer="zeros", name="most")
+
+    def update_state(self, y, logits, sample_weight=None):
+        self.least.assign(tf.minimum(self.least, tf.reduce_min(logits)))
+        self.most.assign(tf.maximum(self.most, tf.reduce_max(logits)))
+
+    def result(self):
+        return self.most - self.least
+
+
+class Synchronize(keras.callbacks.Callback):
+    """Synchronize the replicas after each step, as a save does."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.distribute_strategy.tfdist_engine.synchronize(self.model)
+
+
 def fitted(
     strategy,
     model=dense,
@@ -74,6 +97,7 @@ def fitted(
     sync=None,
     callbacks=(),
     epochs=2,
+    rows=ROWS,
     predicts=False,
     **compiled,
 ):
@@ -89,13 +113,13 @@ def fitted(
         built.compile(
             optimizer,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
+            metrics=["accuracy", Span()],
             **compiled,
         )
     x, y = data()
     history = built.fit(
-        x,
-        y,
+        x[:rows],
+        y[:rows],
         batch_size=BATCH,
         epochs=epochs,
         shuffle=False,
@@ -111,6 +135,8 @@ CASES = {
     "steps together": {"steps_per_execution": 3},
     "bfloat16": {"sync": "bfloat16"},
     "sparse": {"model": embedded},
+    "even batches": {"rows": ROWS // BATCH * BATCH},
+    "local SGD": {"sync": tfdist.sync.LocalSGD(1), "epochs": 20, "callbacks": [Synchronize()]},
     "zero": {"shard": zero},
     "fsdp": {"shard": fsdp, "steps_per_execution": 2},
     "fsdp of a padded convolution": {"shard": fsdp, "model": padded, "predicts": True},

@@ -244,6 +244,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             logging.error("%s: the last snapshot was not written: %s", self.backup_dir, error)
         self._listening.close()
         self._suspended.end()
+        self._known_of_epoch.clear()
 
     def _open(self) -> None:
         """Claim the directory if this process writes, and read the newest snapshot.
@@ -311,6 +312,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._saved_at = time.monotonic()
         self._replay_until = 0
         self._train_totals = None
+        self._known_of_epoch.clear()  # the model, or its optimizer, may be another one
         self._epoch = self._first_epoch - 1
         self._step = 0
         if self.writes:
@@ -378,9 +380,9 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._pause_for_memory(self.memory_freq)
 
     def _due(self) -> tuple[bool, int]:
-        """Return whether `save_freq` asks for a save now, and the steps until it may ask again.
+        """Return whether `save_freq` asks for a save now, and the steps until it is asked again.
 
-        These are 0 steps if it does not ask at this step at all.
+        The number is 0 if it was not asked at this step.
         """
         if self.save_freq == "epoch" or self._step < self._next:
             return False, 0
@@ -756,8 +758,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         self._restored_metrics = arrays_of(_METRICS, snapshot), arrays_of(_PARTS, snapshot)
         assert self._newest is not None
         if self._memory is not None:
-            if self._newest.number == IN_MEMORY and (parts := self._memory.metrics(self._engine)):
-                self._restored_metrics = [], parts
+            if self._newest.number == IN_MEMORY:
+                totals, parts = self._memory.metrics(self._engine)
+                if totals:
+                    self._restored_metrics = totals, parts
             self._memory.restored()
         self._note("restored", snapshot, self._newest.number, time.monotonic() - started)
 

@@ -1,8 +1,8 @@
 """Snapshots in the memory of the host, which outlive the training processes.
 
 The chief hands over the snapshot, and each of several workers a part with its rows of sharded
-variables and the metrics of its replicas. Threads do so while the next steps run. So no worker
-waits for another one to save.
+variables and the metrics of its replicas, which so need no collective. Threads do so while the next
+steps run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MemorySnapshots:
         self._saving: list[concurrent.futures.Future] = []
         self._is_sharded: bool | None = None
         self._known_layout: list[int] | None = None
-        self._unsharded: int | None = None  # bytes of the model without its rows
+        self._unsharded: int | None = None  # bytes of the model without its rows, and of metrics
         self._largest = 0  # bytes of a part, if there are several
         self._held: HeldSnapshot | None = None  # until it is restored
         self._held_parts: list[Snapshot] | None = None
@@ -128,36 +128,45 @@ class MemorySnapshots:
 
         return of
 
-    def metrics(self, engine: Hooks) -> list[np.ndarray]:
-        """Return the metrics that the workers handed over, as `metric_totals` has their parts.
+    def metrics(self, engine: Hooks) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the metrics that the workers handed over, as `metric_totals` does.
 
-        All workers call this. Only the values of replicas whose part is read are known, others are
-        zeros. They are those of all replicas if the replicas are not those of the snapshot.
+        All workers call this. If the replicas are those of the snapshot, only the values of this
+        worker's replicas are read, and those of others are zeros. The totals are right else.
 
         Args:
             engine: Engine of the model's strategy.
 
         Returns:
-            For each variable its values on the snapshot's replicas, float64 `[replicas, ...]`,
-            or `[1, ...]` if each replica has the values of all. The list is empty if the snapshot
-            itself has the metrics.
+            The totals, and the values of each replica, float64 `[replicas, ...]`. The lists are
+            empty if the snapshot itself has the metrics.
 
         Raises:
             SnapshotLost: If a part is missing or damaged. The snapshot is dropped then.
         """
         assert self._held is not None
         held = self._parts(engine)
-        if not held:
-            return []
-        replicas = self._held.snapshot.facts[_LAYOUT][-1]
-        tables = []
-        for i, gathered in enumerate(held[0].facts["gathered"]):
+        totals: list[np.ndarray] = []
+        tables: list[np.ndarray] = []
+        for i, aggregation in enumerate(held[0].facts["aggregations"] if held else ()):
             parts = [(part.facts["first"], part.arrays[f"{_METRICS}{i}"]) for part in held]
+            if aggregation is None:
+                totals.append(parts[0][1][0])
+                tables.append(np.zeros(0))
+                continue
+            replicas = self._held.snapshot.facts[_LAYOUT][-1]
             table = np.zeros([replicas, *parts[0][1].shape[1:]])
             for first, values in parts:
                 table[first : first + len(values)] = values
-            tables.append(parts[0][1][:1].astype(float) if gathered else table)
-        return tables
+            tables.append(table)
+            totals.append(
+                table.sum(0)
+                if aggregation == "sum"
+                else table.mean(0)
+                if aggregation == "mean"
+                else table[0]
+            )
+        return totals, tables
 
     def restored(self) -> None:
         """Free what was only needed to restore."""
@@ -194,7 +203,11 @@ class MemorySnapshots:
             parts = len(layout)  # and one of each worker
             rows = state.rows_of_model(model) if self._is_sharded else {}
             if self._unsharded is None:
-                self._unsharded = state.unsharded_bytes(model)
+                self._unsharded = state.unsharded_bytes(model) + sum(
+                    copy.shape.num_elements() * copy.dtype.size
+                    for each in copies
+                    for copy in each.copies
+                )
             self._largest = self._unsharded + sum(each.nbytes for each in rows.values())
             part = functools.partial(self._put_part, rows, copies, values, engine.replicas()[1])
             self._saving.append(
@@ -219,7 +232,7 @@ class MemorySnapshots:
         """Hand over the part of this worker, whose first replica is given; see `save`."""
         left = iter(values)
         metrics = [np.stack([np.asarray(next(left)) for _ in each.copies]) for each in copies]
-        facts = {"first": first, "gathered": [each.is_gathered for each in copies]}
+        facts = {"first": first, "aggregations": [each.aggregation for each in copies]}
         self._own.put(Snapshot({**rows, **numbered(_METRICS, metrics)}, facts), *where)
 
     def end(self, drop: bool) -> None:

@@ -196,11 +196,10 @@ class Coordinator(Hooks):
             self._training_stream.position.go_to(epoch, 0, position)
         return False
 
-    def metric_totals(self, model: keras.Model) -> tuple[list, list]:
-        """Return empty lists, after all dispatched steps are done."""
+    def synchronize(self, model: keras.Model) -> None:
+        """Wait for all dispatched steps."""
         if self._active is not None:
             self._active.join()
-        return [], []
 
     @property
     def feeding(self) -> bool:  # type: ignore[override]

@@ -503,7 +503,9 @@ class Engine(Hooks):
         """Return a context in which the chief reads sharded variables whole; see `as_plain`."""
         return as_plain(model, self.placement.workers, self.placement.is_chief, exports)
 
-    def values(self, model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    def values(
+        self, model: keras.Model, variables: Sequence[keras.Variable | tf.Variable]
+    ) -> list[tf.Tensor]:
         """Return the values of a model's variables, which later updates do not change."""
         return self._replica_state(model).values(variables)
 
@@ -526,14 +528,14 @@ class Engine(Hooks):
         with self._strategy.scope():  # otherwise a copy would be the sum of all copies
             return [
                 MetricCopies(
-                    is_gathered(v),
+                    None if is_gathered(v) else v.aggregation,
                     [local_component(v, i) for i in range(self.placement.local_replicas)],
                 )
                 for v in metric_variables(model)
             ]
 
     def set_metric_totals(self, model: keras.Model, totals: list, parts: list) -> None:
-        """Restore the values that `metric_totals` returned; `parts` suffice."""
+        """Restore the values that `metric_totals` returned."""
         self._replica_state(model).set_totals(metric_variables(model), totals, parts)
 
     def sync_totals(self, model: keras.Model) -> list:

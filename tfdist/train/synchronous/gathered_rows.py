@@ -44,4 +44,6 @@ def all_gather_rows(x: Any) -> Any:
         return x
     x = tf.convert_to_tensor(x)
     comm_dtype = _GATHERED_AS.get(x.dtype, x.dtype)
-    return tf.cast(context.all_gather(tf.cast(x, comm_dtype), axis=0), x.dtype)
+    # TensorFlow gathers to the device of a tensor, and an argument of a function has none.
+    own = tf.identity(tf.cast(x, comm_dtype))
+    return tf.cast(context.all_gather(own, axis=0), x.dtype)

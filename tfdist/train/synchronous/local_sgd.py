@@ -308,23 +308,24 @@ class LocalSteps:
         state.functions[name]()
 
     def _sync_all(self, slots: list, state: _LocalState, local: int) -> None:
-        self._average(slots, state, local)
-        tf.cond(
-            local_component(state.steps_since_sync, local) > 0,
-            lambda: self._sync_replicas(state, local),
-            lambda: None,
-        )
+        sums = self._average(slots, state, local)
+        # TensorFlow orders collectives by themselves, but not with those in a branch.
+        with tf.control_dependencies(sums):
+            tf.cond(
+                local_component(state.steps_since_sync, local) > 0,
+                lambda: self._sync_replicas(state, local),
+                lambda: None,
+            )
 
     def _begin(self, slots: list, state: _LocalState, local: int) -> None:
-        tf.cond(
-            local_component(state.steps_since_sync, local) > 0,
-            lambda: self._average(state.variables, state, local),
-            lambda: None,
-        )
+        def average() -> None:
+            self._average(state.variables, state, local)
+
+        tf.cond(local_component(state.steps_since_sync, local) > 0, average, lambda: None)
         self._set_anchors(state, local)
 
-    def _average(self, variables: list, state: _LocalState, local: int) -> None:
-        """Set each variable to the mean of its copies."""
+    def _average(self, variables: list, state: _LocalState, local: int) -> list[tf.Tensor]:
+        """Set each variable to the mean of its copies; return their sums."""
         group = Group.of(self._strategy, "state")
         own = [local_component(v, local) for v in variables]
         with metered() as sent:
@@ -334,6 +335,7 @@ class LocalSteps:
         state.count(local, sent=sum(sent))
         for v, total in zip(own, sums, strict=True):
             v.assign(total / self._placement.replicas)
+        return sums
 
 
 def _copy(variable: keras.Variable, name: str, value) -> keras.Variable:

@@ -195,10 +195,9 @@ class ReplicaState:
         Args:
             variables: The variables.
             totals: The totals.
-            parts: Values as `parts` returns them. Those of another number of replicas count only
-                if there are no totals, which they then add up to.
+            parts: Values as `parts` returns them, for the same number of replicas; others are
+                ignored.
         """
-        totals = totals or [_total_of(v, x) for v, x in zip(variables, parts, strict=True)]
         with self._strategy.scope() if variables else contextlib.nullcontext():
             for i, (variable, total) in enumerate(zip(variables, totals, strict=True)):
                 shape = (self._placement.replicas, *np.shape(total))

@@ -4,6 +4,7 @@ The tests cover refused snapshots, files kept at the end, and events sent to the
 """
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import time
@@ -284,6 +285,23 @@ def test_save_on_request_is_resumed(one_device, tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
     same(fit(one_device, tmp_path / "asked", save_freq=1000), expected)
+
+
+def test_a_callback_of_two_fits_saves_the_model_of_each(one_device, tmp_path):
+    backup = tfdist.BackupAndRestore(tmp_path, save_freq=1000)
+    for rate in (0.1, 0.001):
+        model = model_of(one_device, 1)
+        model.optimizer.learning_rate = rate
+        with contextlib.suppress(Stop):
+            model.fit(
+                DATA["pipeline"](),
+                epochs=1,
+                verbose=0,
+                callbacks=[backup, Interrupts(0, 3)] if rate == 0.001 else [backup],
+            )
+    saved = Store(tmp_path).newest().snapshot
+    key = list(saved.arrays)[saved.facts["names"].index(model.optimizer.learning_rate.path)]
+    assert float(saved.arrays[key]) == pytest.approx(0.001)
 
 
 def test_fit_outside_of_the_main_thread_warns_that_no_signal_saves(one_device, tmp_path, caplog):

@@ -8,10 +8,12 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tfdist.backup import claim
 from tfdist.backup.snapshot import Snapshot
+from tfdist.backup.state import keras_seed
 from tfdist.backup.store import Store, StoredSnapshot
 from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.runtime.launch_protocol import Launched
@@ -148,9 +150,13 @@ def test_metrics_of_each_replica_are_restored_or_add_up_if_their_number_changes(
     launched = Launched(launch="launch", snapshot_server=server.name)
     model = keras.Sequential([keras.Input((1,))])
     saving = [MemorySnapshots.open(10, directory, launched, rank == 0) for rank in range(3)]
-    copies = [MetricCopies(False, [None]), MetricCopies(True, [None])]
+    variables = [tf.Variable(0.0), tf.Variable(0.0), tf.Variable([0, 0])]
+    copies = [
+        MetricCopies(aggregation, [variable])
+        for aggregation, variable in zip(("sum", "mean", None), variables, strict=True)
+    ]
     for rank, memory in enumerate(saving):
-        values = [np.float32(rank + 1), np.array([5, 6], np.int32)]  # a sum; a gathered metric
+        values = [np.float32(rank + 1), np.float32(rank), np.array([5, 6], np.int32)]
         snapshot = None if rank else state(1, 7)
         memory.save(model, Worker(rank, 3), (1, 7), snapshot, copies, values)
     for memory in saving:
@@ -159,13 +165,18 @@ def test_metrics_of_each_replica_are_restored_or_add_up_if_their_number_changes(
     def restored(engine):
         memory = MemorySnapshots.open(10, directory, launched, False)
         assert memory.newest(None).number == IN_MEMORY
-        metrics = [table.tolist() for table in memory.metrics(engine)]
+        totals, parts = memory.metrics(engine)
         assert memory.pieces(engine)
         memory.end(drop=False)
-        return metrics
+        return [total.tolist() for total in totals], [part.tolist() for part in parts]
 
-    assert restored(Worker(1, 3)) == [[0.0, 2.0, 0.0], [[5.0, 6.0]]]
-    assert restored(Worker(1, 2)) == [[1.0, 2.0, 3.0], [[5.0, 6.0]]]
+    totals, parts = restored(Worker(1, 3))
+    assert totals[2] == [5, 6]
+    assert parts == [[0.0, 2.0, 0.0], [0.0, 1.0, 0.0], []]
+    for engine in (Worker(1, 2), Hooks()):  # one without a strategy as well
+        totals, parts = restored(engine)
+        assert totals == [6.0, 1.0, [5, 6]]
+        assert parts == [[1.0, 2.0, 3.0], [0.0, 1.0, 2.0], []]
 
 
 def test_a_step_that_saves_in_memory_and_on_the_disk_saves_one_snapshot(
@@ -182,6 +193,7 @@ def test_a_step_that_saves_in_memory_and_on_the_disk_saves_one_snapshot(
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("adam", "mse", metrics=["mae"])
+    keras.random.uniform((1,))  # makes the generator whose state is saved
     directory = str(tmp_path / "backup")
     backup = tfdist.BackupAndRestore(directory, save_freq=4, memory_freq=2)
     with pytest.raises(KeyboardInterrupt):
@@ -191,6 +203,7 @@ def test_a_step_that_saves_in_memory_and_on_the_disk_saves_one_snapshot(
     assert in_memory.facts == on_disk.facts
     assert (on_disk.facts["step"], on_disk.facts["since"]) == (4, [0, 0])
     assert in_memory.arrays.keys() == on_disk.arrays.keys()
+    assert on_disk.arrays["random/keras"].tolist() == keras_seed()[0].numpy().tolist()
     for key, array in on_disk.arrays.items():
         np.testing.assert_array_equal(in_memory.arrays[key], array)
 

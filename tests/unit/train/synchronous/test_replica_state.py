@@ -1,4 +1,4 @@
-"""Test what snapshots read of variables, and what they restore."""
+"""Test that the values for a snapshot stay as they are while training goes on."""
 
 import keras
 import numpy as np
@@ -46,18 +46,3 @@ def test_steps_change_the_variables_but_not_the_values_read_before(name, jit_com
     later = [value.numpy() for value in strategy.tfdist_engine.values(model, variables)]
     changed = [not np.array_equal(a, b) for a, b in zip(later, copies, strict=True)]
     assert sum(changed) >= len(variables) - 1  # a learning rate stays
-
-
-def test_parts_of_another_number_of_replicas_add_up(mirrored):
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(np.ones([8, 1]), np.ones([8, 1]), batch_size=4, verbose=0)
-    engine = mirrored.tfdist_engine
-    parts = [np.array([1.5, 2.5, 3.0]), np.array([4.0, 4.0, 2.0])]  # sum and count of a mean
-    engine.set_metric_totals(model, [], parts)
-    assert [float(total) for total in engine.metric_totals(model)[0]] == [7.0, 10.0]
-    engine.set_metric_totals(model, [], [part[:2] for part in parts])  # as many as there are
-    totals, own = engine.metric_totals(model)
-    assert [float(total) for total in totals] == [4.0, 8.0]
-    assert [list(each) for each in own] == [[1.5, 2.5], [4.0, 4.0]]

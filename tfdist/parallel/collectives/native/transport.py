@@ -1,8 +1,10 @@
 """Native collectives of workers on CPUs, as TensorFlow operations.
 
 All workers of a strategy share one `Transport`. They must call it in the same order, which
-TensorFlow keeps within a function, because the operations are stateful. Workers that are out of
-step get an error that names both calls.
+TensorFlow keeps within a function, because the operations are stateful. It does not order them with
+those in a branch of a `tf.cond` that uses variables: such a branch needs `tf.control_dependencies`
+on the calls before it, or their results. Workers that are out of step get an error that names both
+calls.
 """
 
 from __future__ import annotations
