@@ -24,8 +24,8 @@ class MetricCopies(NamedTuple):
     """Copies of a metric's variable on the replicas of this process.
 
     Attributes:
-        aggregation: How the values of the replicas give the total: "sum", "mean" or another one of
-            Keras, with which the first one counts; None if each replica has the total.
+        aggregation: Keras' name of the way in which the values of the replicas give the total: the
+            first one counts if it is neither "sum" nor "mean". None if each replica has the total.
         copies: The variable of each local replica.
     """
 
