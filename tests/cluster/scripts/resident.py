@@ -7,9 +7,11 @@ Arguments: the number of stages, 0 for none; the config, by words.
 """
 
 import gc
+import statistics
 import sys
 import time
 
+import keras
 import tensorflow as tf
 
 from tfdist import parallel
@@ -34,21 +36,27 @@ def held() -> int:
     return min(readings)
 
 
-before = held()
-model = build.make_model(settings, strategy, train)
-if stages:
-    whole = model
-    model = parallel.pipeline(whole, stages, microbatches=8)
-    model.compile(settings.train.optimizer, whole.loss)
 devices = stages or strategy.num_replicas_in_sync
-resident = []
-# TensorFlow's allocator gives chunks of up to twice what is asked for, other ones after each step.
-for _ in range(5):
+resident, peak = [], []
+# TensorFlow's allocator gives chunks of up to twice what is asked for, and a variable keeps its
+# chunk: each model gets other ones, and the smallest of several is nearest to what was asked for.
+# What a step holds at a time depends on the order of its operations, too: hence the median there.
+for _ in range(3):
+    before = held()
+    model = build.make_model(settings, strategy, train)
+    if stages:
+        whole = model
+        model = parallel.pipeline(whole, stages, microbatches=8)
+        model.compile(settings.train.optimizer, whole.loss)
     model.fit(train, steps_per_epoch=2, verbose=0)
     resident.append(held() - before)
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    model.fit(train, steps_per_epoch=2, verbose=0)
+    peak.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    sent = None if stages else strategy.tfdist_engine.bytes_per_step(model)
+    model = whole = None
+    keras.backend.clear_session()
 print(f"resident {min(resident) // devices}")
-tf.config.experimental.reset_memory_stats("CPU:0")
-model.fit(train, steps_per_epoch=2, verbose=0)
-print(f"peak {(tf.config.experimental.get_memory_info('CPU:0')['peak'] - before) // devices}")
-if not stages:
-    print(f"sent {strategy.tfdist_engine.bytes_per_step(model):.0f}")
+print(f"peak {statistics.median_low(peak) // devices}")
+if sent is not None:
+    print(f"sent {sent:.0f}")
