@@ -46,6 +46,7 @@ from tfdist.keras_compat import (
     scopes,
 )
 from tfdist.keras_compat import parallel as sharding_hooks
+from tfdist.keras_compat.collective_keys import hook_keys
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 from tfdist.keras_compat.scopes import leave_scope as leave_scope
@@ -121,6 +122,7 @@ def install() -> None:
     parallel.hook_optimizers()
     parallel.hook_gradients(_in_strategy)
     hook_lookups(_in_strategy)
+    hook_keys()
     scopes.keep_in_clear_session()
 
 

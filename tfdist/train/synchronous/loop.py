@@ -426,8 +426,8 @@ class Runner:
         arguments = (
             source,
             self._fetched[1],
-            tf.constant(steps, tf.int64),
-            tf.constant(self.steps_done, tf.int64),
+            tf.constant(np.int64(steps)),  # TensorFlow caches Python's numbers for ever (#68196)
+            tf.constant(np.int64(self.steps_done)),
         )
         if self._traced_loop is None or self._traced_loop[:3] != (source, even, self.recorder):
             self._traced_loop = (
