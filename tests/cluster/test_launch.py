@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.forkserver import environ_of
 from tests.launches import TIMEOUT_S
 from tfdist.cluster.spec import ClusterSpec
 
@@ -39,6 +40,20 @@ def test_environment_prefixes_and_logs(launch):
         secrets.add(environ["TFDIST_TASK_SECRET"])
     assert len(secrets) == 1
     assert len(secrets.pop()) == 64
+
+
+def test_only_the_launcher_has_its_secret(launch):
+    process = launch.start(
+        *("--restarts", "1", "--standby", "1"),
+        script="ready()\nwhile not os.path.exists('finish'): time.sleep(0.02)",
+        environ={"TFDIST_TOKEN": "0123456789abcdef0123"},
+    )
+    launch.wait_for("worker:0.ready")
+    children = [pid for pid in launch.living() if pid != process.pid]
+    assert len(children) >= 3  # the guardian, the snapshot server and the task
+    assert not [pid for pid in children if "TFDIST_TOKEN" in environ_of(pid)]
+    (launch.directory / "finish").touch()
+    assert launch.finish()[0] == 0
 
 
 def test_log_dir_and_colour(launch):

@@ -30,17 +30,18 @@ from tfdist.runtime.launch_protocol import PREEMPTED_CODE, TOKEN
 POLL_S = 0.1
 
 
-def read_token(path: str | None) -> bytes:
+def read_token(path: str | None, variable: str | None) -> bytes:
     """Read the secret that all launchers of a launch share.
 
     Args:
-        path: Path of a file with the secret; None to read the variable TFDIST_TOKEN.
+        path: Path of a file with the secret; None to use the variable.
+        variable: Value of the variable TFDIST_TOKEN, None if it is not set.
 
     Raises:
         ValueError: If there is no secret, it is too short, or other users may read the file.
     """
     if path is None:
-        token = os.environ.get(TOKEN, "").encode()
+        token = (variable or "").encode()
         source = TOKEN
         if not token:
             raise ValueError(

@@ -15,6 +15,7 @@ from tfdist.launch.config_reader import SECTION
 from tfdist.runtime import yaml_files
 from tfdist.runtime.cli_arguments import Parser, config_files, flag_of, nearest_flag
 from tfdist.runtime.command import Defaults
+from tfdist.runtime.launch_protocol import environment
 
 READ_S = 60.0  # for get_config()
 YAML_READER = "tfdist.run.config_files"  # also reads the bases of a file
@@ -114,6 +115,7 @@ def read_section(file: str) -> dict[str, Any]:
     try:
         result = subprocess.run(
             [sys.executable, "-m", module, path, *text],
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -42,10 +42,10 @@ from tfdist.runtime.launch_protocol import (
     PREEMPTED_CODE,
     RESULT,
     THREAD_VARIABLES,
-    TOKEN,
     TRANSIENT_CODE,
     note,
     read_journal,
+    take_token,
 )
 from tfdist.runtime.resource_limits import cores
 from tfdist.runtime.snapshot_protocol import is_supported
@@ -57,6 +57,7 @@ def _run(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def _launch(flags: argparse.Namespace, words: list[str]) -> int:
+    variable = take_token()
     if flags.on:
         launch_on.fill_in(flags)
     if flags.rendezvous:
@@ -65,7 +66,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
         members: tuple[Task, ...] = ()
         drawer = names[0]
         known = names
-        token = agent.read_token(flags.token_file)
+        token = agent.read_token(flags.token_file, variable)
     else:
         spec, members = find_tasks(flags)
         names = [*map(str, members), *data_names(flags.data_workers or 0)]
@@ -119,7 +120,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
     if flags.rendezvous:
         shared = token
     elif flags.cluster:  # each host has its own launcher, and they know nothing of each other
-        shared = agent.read_token(None) if TOKEN in os.environ else b""
+        shared = b"" if variable is None else agent.read_token(None, variable)
     else:
         shared = secrets.token_bytes(32)
 

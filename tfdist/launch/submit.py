@@ -11,7 +11,7 @@ from tfdist.launch import flags as launch_flags
 from tfdist.launch.engines import kubernetes_scheduler, schedulers
 from tfdist.runtime.cli_arguments import Parser, flag_of
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
-from tfdist.runtime.launch_protocol import TRANSIENT_CODE
+from tfdist.runtime.launch_protocol import TRANSIENT_CODE, take_token
 
 RESTARTS = 3  # nobody looks at a job while it runs
 DESCRIPTION = """\
@@ -27,6 +27,7 @@ OF_SLURM = ("array", "setup", "nodes", "partition", "time", "account", "slurm_op
 
 
 def _run(flags: argparse.Namespace, words: list[str]) -> int:
+    take_token()
     with usage_errors():
         scheduler = schedulers.find(flags.on)
         manifest = scheduler.manifest(flags, launch_words(flags), words)

@@ -21,7 +21,7 @@ from tfdist.runtime.cli_arguments import number_or_variable
 from tfdist.runtime.command import INTERRUPTED_CODE
 from tfdist.runtime.formatting import aligned, counted
 from tfdist.runtime.guardian import Guardian, kill_group
-from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched
+from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, environment
 from tfdist.runtime.termination import deferred_signals, ending
 from tfdist.telemetry.layout import CONFIG, SUMMARY
 
@@ -331,7 +331,9 @@ def _train(run: Planned) -> tuple[int, int]:
     with Guardian() as guardian, ending():
         with deferred_signals():
             process = subprocess.Popen(
-                [sys.executable, "-m", "tfdist", "train", *run.words], start_new_session=True
+                [sys.executable, "-m", "tfdist", "train", *run.words],
+                env=environment(),
+                start_new_session=True,
             )
             guardian.add(process.pid)
         try:

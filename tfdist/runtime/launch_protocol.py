@@ -34,7 +34,7 @@ ERROR_FILE = "TFDIST_ERROR_FILE"
 PROGRESS_FILE = "TFDIST_PROGRESS_FILE"
 IMPORTS_FILE = "TFDIST_IMPORTS_FILE"  # record of the imports, for standby processes
 CHAOS = "TFDIST_CHAOS"
-TOKEN = "TFDIST_TOKEN"  # secret of the launchers, which no task receives
+TOKEN = "TFDIST_TOKEN"  # secret of the launchers, which no process that they start receives
 # Secret of the tasks of a launch, with which they know each other. It does not let anybody join the
 # launchers or steer them.
 TASK_SECRET = "TFDIST_TASK_SECRET"
@@ -141,9 +141,20 @@ def _number(text: str) -> int:
 def environment(**more: str) -> dict[str, str]:
     """Return the variables of this process plus `more`, for a process that it starts.
 
-    All processes that it starts share a secret, also if this process has none.
+    All processes that it starts share a secret, also if this process has none. They do not get the
+    secret of the launchers.
     """
-    return {TASK_SECRET: _secret_of_children(), **os.environ, **more}
+    variables = {TASK_SECRET: _secret_of_children(), **os.environ, **more}
+    variables.pop(TOKEN, None)
+    return variables
+
+
+def take_token() -> str | None:
+    """Remove the secret of the launchers from the environment; return it, or None.
+
+    No process that this one starts afterwards receives it.
+    """
+    return os.environ.pop(TOKEN, None)
 
 
 @functools.cache

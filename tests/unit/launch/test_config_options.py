@@ -48,6 +48,12 @@ def write(text, name="own.py"):
     return name
 
 
+def test_a_config_does_not_see_the_secret_of_the_launchers(monkeypatch):
+    monkeypatch.setenv("TFDIST_TOKEN", "of the launchers")
+    write('launch.job_name = "seen" if "TFDIST_TOKEN" in __import__("os").environ else "unseen"')
+    assert parse(submit.main, "--on", "slurm", "--config", "own.py").job_name == "unseen"
+
+
 def parse(command, *words, script=("train.py",)):
     return command.parse([*words, "--", *script])[0]
 

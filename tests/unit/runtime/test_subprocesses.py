@@ -89,6 +89,17 @@ def test_a_child_that_cannot_start_is_a_problem(monkeypatch):
     assert ask("late", None, timeout=5) == ({}, "could not begin: too many processes")
 
 
+def test_children_do_not_get_the_secret_of_the_launchers(modules, monkeypatch):
+    (modules / "told.py").write_text(
+        "import os\nfrom tfdist.runtime.subprocesses import answer\nanswer(dict(os.environ))\n"
+    )
+    monkeypatch.setenv("TFDIST_TOKEN", "of the launchers")
+    variables, problem = ask("told", None, timeout=60, OTHER="given")
+    assert problem == ""
+    assert variables["OTHER"] == "given"
+    assert "TFDIST_TOKEN" not in variables
+
+
 @pytest.mark.parametrize("through", ["module", "launcher"])
 def test_children_end_when_their_command_is_killed(modules, through):
     """The children take no part in it, and may themselves be launchers."""

@@ -38,6 +38,7 @@ from tfdist.runtime.launch_protocol import (
     gets_repeated_signals,
     note,
     private,
+    take_token,
 )
 from tfdist.runtime.resource_limits import cores
 
@@ -58,6 +59,7 @@ why the task failed, and ends with a code that says whether another start can he
 
 
 def _run(flags: argparse.Namespace, words: list[str]) -> int:
+    take_token()
     with usage_errors():
         command = resolve_command(words)
         log_dir = _log_dir(flags.log_dir)

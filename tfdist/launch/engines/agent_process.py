@@ -187,7 +187,6 @@ class _Task:
             launch_protocol.ERROR_FILE: self._error_path,
             launch_protocol.PROGRESS_FILE: self._progress_path,
         }
-        environ.pop(launch_protocol.TOKEN, None)
         environ.pop(launch_protocol.SNAPSHOT_SERVER, None)  # of another launch
         if snapshot_server is not None:
             environ[launch_protocol.SNAPSHOT_SERVER] = snapshot_server
@@ -324,6 +323,7 @@ def main() -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed here is no message
     os.set_inheritable(output, False)
+    launch_protocol.take_token()
     with Guardian() as guardian:
         Agent(sys.stdin.buffer, output, guardian, signalled).run()
 
