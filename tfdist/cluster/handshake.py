@@ -115,15 +115,21 @@ def compare(theirs: Mapping[str, Any], peer: str, own: Mapping[str, Any], source
 def claimed_twice(task: Any, this_task: str, peer: str) -> ConfigurationError:
     """Return the error for two processes that claim one task; `peer` is one of them."""
     return ConfigurationError(
-        f"two processes claim to be {task}, {this_task} saw one as {peer}; start each task once, "
-        "and after a failure start all of them again"
+        f"two processes claim to be {short(task)}, {this_task} saw one as {peer}; start each task "
+        "once, and after a failure start all of them again"
     )
 
 
 def another_task(received: Any, this_task: str, peer: str) -> ConfigurationError:
-    """Return the error for an address at which another task than expected listens."""
+    r"""Return the error for an address at which another task than expected listens.
+
+    Example:
+        >>> print(another_task("worker:2\x1b[2J", "worker:0", "worker:1 at b:1"))
+        ... # doctest: +ELLIPSIS
+        worker:0 expected worker:1 at b:1 and found worker:2?[2J: the address belongs ...
+    """
     return ConfigurationError(
-        f"{this_task} expected {peer} and found {received}: the address belongs to another "
+        f"{this_task} expected {peer} and found {short(received)}: the address belongs to another "
         "machine; check the hosts' names and addresses"
     )
 

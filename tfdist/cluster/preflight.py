@@ -209,7 +209,7 @@ class _Barrier:
         """Return the reply to another process's hello message."""
         if hello.get("attempt") != self.attempt:
             return self.hello  # a process of another attempt is about to exit: not a fault
-        name = str(hello.get("task"))
+        name = short(hello.get("task"))
         if self._is_compatible(hello, f"{name} at {host}"):
             if hello.get("ready"):
                 self.ready.add(name)

@@ -247,7 +247,7 @@ def _check_peers(
             responder,
             free,
             timeout,
-            lambda line: print(f"doctor: {line}", file=sys.stderr, flush=True),
+            lambda line: print(f"doctor: {printable(line)}", file=sys.stderr, flush=True),
             listening if flags.together else (),
         )
         peer_exchange.ask_all()

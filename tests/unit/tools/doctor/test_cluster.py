@@ -4,6 +4,7 @@ Check that they use the words of the preflight, and that strangers cannot misuse
 """
 
 import ast
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -13,6 +14,7 @@ import threading
 import time
 
 import pytest
+import yaml
 
 from tests.processes import ROOT
 from tfdist.cluster import handshake, preflight
@@ -21,6 +23,7 @@ from tfdist.cluster.addresses import split_address
 from tfdist.cluster.handshake import fingerprint, hello_message
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.tools.doctor import check_server, cluster, exchange, main
+from tfdist.tools.doctor import peers as doctor_peers
 from tfdist.tools.doctor.check_server import Responder
 from tfdist.tools.doctor.exchange import Link
 from tfdist.tools.doctor.peers import FileLookup, Peer, PeerExchange, serving
@@ -653,6 +656,58 @@ def test_many_silent_connections_do_not_block_a_peer(served, monkeypatch):
                 return
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+# It would clear the screen, if the colour code within were removed; then C1, BEL, SO and a mark.
+EVIL = "\x1b[2\x1b[1KJ\x9b2J\x1b]0;t\x07\x0e\x85\u202e\u2066\n"
+
+
+def run_doctor(capsys, path, *words):
+    """Return what doctor prints as worker:0; fail if it could control the terminal."""
+    main.main(["--quick", "--cluster", str(path), "--task", "worker:0", *words])
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert not [letter for letter in text if not letter.isprintable() and letter != "\n"]
+    return text
+
+
+@pytest.mark.parametrize("kind", ["spec", "fault", "refusal"])
+def test_text_of_another_host_does_not_control_the_terminal(kind, tmp_path, capsys, monkeypatch):
+    class Stranger(Responder):
+        def answer(self, request, task, host):
+            if kind == "refusal":
+                return {**self.hello, "refused": f"refusal{EVIL}"}
+            return super().answer(request, task, host)
+
+    monkeypatch.setattr(doctor_peers, "PROGRESS_S", 0.1)  # so that it says for whom it waits
+    spec = ClusterSpec.local(workers=2)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"worker": list(spec.jobs["worker"])}))
+    hello = who(spec, "worker:1", handshake.installed_versions(), f"nonce{EVIL}")
+    if kind == "spec":
+        hello |= {"cluster": f"spec{EVIL}"}
+    facts = {"tasks": [[f"worker:1{EVIL}", f"x{EVIL}"]], "wrong": f"fault{EVIL}", "gpus": EVIL}
+    with serving(Stranger(spec, hello, facts), spec.tasks[1:]):
+        assert f"{kind}?[2" in run_doctor(capsys, tmp_path / "c.yaml", "--timeout", "1")
+
+
+def test_text_of_a_host_that_asks_does_not_control_the_terminal(tmp_path, capsys):
+    spec = ClusterSpec.local(workers=2)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"worker": list(spec.jobs["worker"])}))
+
+    def ask():
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                facts = {"serves": ["worker:1"], "wrong": f"fault{EVIL}"}
+                hello = {**who(spec), "task": f"asker{EVIL}"}
+                return exchange.ask(spec.tasks[0].address, hello, "done", **facts)
+            time.sleep(0.02)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(ask)
+        said = run_doctor(capsys, tmp_path / "c.yaml", "--serve", "--timeout", "1")
+    assert "asker?[2" in said
+    assert "worker:1 is done: fault?[2" in said
 
 
 def test_a_link_is_measured(served):
