@@ -69,6 +69,16 @@ def test_training_resumes_once_there_is_room_again(disks):
     assert again["files"] == whole["files"]
 
 
+@pytest.mark.parametrize("run", [".", "new"])
+def test_no_step_runs_where_tensorboard_cannot_write(run, disks):
+    result = disks[f"read-only, TensorBoard {run}"]
+    kind, text = result["error"]
+    assert kind == "UnusableStore"
+    assert text.startswith("TensorBoard(log_dir=...): expected a directory that can be written")
+    assert f"disk/{run}: Read-only file system. " in text
+    assert result["iterations"] == 0
+
+
 @pytest.mark.parametrize(
     ("disk", "file", "why"),
     [

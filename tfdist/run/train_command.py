@@ -19,6 +19,7 @@ from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
+from tfdist.storage import files
 from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
 from tfdist.telemetry.named_scalars import named_scalars
 
@@ -238,7 +239,7 @@ def run(settings: config.Run) -> dict[str, Any]:
         if not kept:
             del paths[name]
     if chief:
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_writable(str(directory), "output.dir")
         _write_json(directory / CONFIG, settings.to_dict())
         if "logs" in paths:
             print(f"To see the curves: tensorboard --logdir {paths['logs']}", flush=True)

@@ -228,6 +228,29 @@ def make_dirs(path: str) -> None:
             files.makedirs(path)
 
 
+def make_writable(path: str, name: str) -> None:
+    """Make a local directory, and check that files can be made in it; ignore a URL.
+
+    Args:
+        path: Path of the directory.
+        name: Argument or key that names it, for the message.
+
+    Raises:
+        UnusableStore: If it cannot be written.
+    """
+    if is_remote(path):
+        return
+    try:
+        make_dirs(path)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UnusableStore(
+            f"{name}: expected a directory that can be written, received {path}: "
+            f"{error.strerror or error}. Correct that, or name another directory."
+        ) from error
+
+
 def remove(path: str) -> None:
     """Remove a file if it exists and can be removed."""
     with contextlib.suppress(OSError, UnusableStore):

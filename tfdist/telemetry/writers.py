@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from tfdist.storage import files
 from tfdist.telemetry.layout import append_json, read_json_lines
 from tfdist.telemetry.named_scalars import named_scalars
 
@@ -241,6 +242,7 @@ class TensorBoardWriter:
         import tensorflow as tf
 
         if self._writer is None:
+            files.make_writable(self.log_dir, "TensorBoardWriter(log_dir=...)")
             self._writer = tf.summary.create_file_writer(self.log_dir)
         return self._writer
 

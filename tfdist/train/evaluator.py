@@ -28,6 +28,7 @@ from tfdist.backup.store import SUFFIX, Store
 from tfdist.cluster.addresses import Presence
 from tfdist.cluster.preflight import PeersAbsent
 from tfdist.keras_compat import LOSS_HOOKS, MODEL_HOOKS
+from tfdist.storage import files
 from tfdist.telemetry.named_scalars import named_scalars
 from tfdist.train.hooks import Hooks, bind
 from tfdist.train.synchronous.engine import Engine
@@ -256,9 +257,10 @@ class _Report:
 
     def __init__(self, model: keras.Model, boards: Iterable[str], print_line: Callable[[str], Any]):
         self._print_line = print_line
-        self._writers = [
-            tf.summary.create_file_writer(os.path.join(board, "evaluator")) for board in boards
-        ]
+        paths = [os.path.join(board, "evaluator") for board in boards]
+        for path in paths:
+            files.make_writable(path, "TensorBoard(log_dir=...)")
+        self._writers = [tf.summary.create_file_writer(path) for path in paths]
         self.history = keras.callbacks.History()
         self.history.set_model(model)
         self.history.on_train_begin()

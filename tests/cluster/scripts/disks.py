@@ -22,7 +22,7 @@ STEPS = 2
 DISK = 2 << 20
 
 
-def train(directory):
+def train(directory, callback=None):
     """Train, and return the error or the history, and how many steps were run."""
     keras.utils.set_random_seed(1)
     strategy = tfdist.make_strategy("one_device", devices="cpu")
@@ -38,7 +38,7 @@ def train(directory):
         result["history"] = model.fit(
             data,
             epochs=EPOCHS,
-            callbacks=[tfdist.BackupAndRestore(directory, delete_checkpoint=False)],
+            callbacks=[callback or tfdist.BackupAndRestore(directory, delete_checkpoint=False)],
             verbose=0,
         ).history
     except Exception as error:
@@ -81,6 +81,9 @@ def main(mount_point, out):
     mount("-o", "remount,ro", str(mount_point))
     results["read-only"] = train(directory)
     results["read-only, new"] = train(mount_point / "new")
+    for name in (".", "new"):
+        callback = tfdist.TensorBoard(mount_point, name)
+        results[f"read-only, TensorBoard {name}"] = train(mount_point / name, callback)
     mount("-o", "remount,rw", str(mount_point))
     filler.unlink()
     results["room again"] = train(directory)

@@ -67,6 +67,7 @@ class ImageSamples(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         engine = engine_of(self.model.distribute_strategy)
         if engine is None or engine.is_chief:
+            files.make_writable(self.directory, "ImageSamples(log_dir=...)")
             self._writer = tf.summary.create_file_writer(self.directory, filename_suffix=".images")
 
     def on_epoch_end(self, epoch, logs=None):

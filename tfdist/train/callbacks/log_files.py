@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -127,17 +126,8 @@ def check_places(callbacks: Iterable[keras.callbacks.Callback]) -> None:
                 f"TensorBoard(log_dir={place!r}): TensorFlow cannot write event files there. Use "
                 "tfdist.TensorBoard, which writes them to a local directory and uploads them."
             )
-        if "://" in place or getattr(board, "follows", False):
-            continue
-        try:
-            os.makedirs(place, exist_ok=True)
-            with tempfile.TemporaryFile(dir=place):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"TensorBoard(log_dir={place!r}): expected a directory that can be written, "
-                f"received {error.strerror}. Change its permissions, or name another directory."
-            ) from error
+        if not getattr(board, "follows", False):
+            files.make_writable(place, "TensorBoard(log_dir=...)")
 
 
 def table_sizes(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from tfdist.storage.mirror import Mirror
 from tfdist.telemetry import hparams as hparams_tab
 from tfdist.telemetry.layout import worker_name
 from tfdist.telemetry.named_scalars import named_scalars
-from tfdist.train.callbacks.log_files import SPEED_SUFFIX
+from tfdist.train.callbacks.log_files import SPEED_SUFFIX, check_places
 from tfdist.train.callbacks.profiler import Profile
 
 log = logging.getLogger("tfdist")
@@ -56,7 +56,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         **kwargs: Further arguments of `keras.callbacks.TensorBoard`.
 
     Raises:
-        ValueError: If an argument is invalid.
+        ValueError: If an argument is invalid; when training begins, if `log_dir` cannot be written.
 
     Example:
         >>> TensorBoard("runs", "try-1", graph=False).root_dir
@@ -99,6 +99,11 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self.follows = False
         self.own_writers: list = []  # in addition to Keras' writers
         self._settings_writer: Any = None
+
+    def set_model(self, model):
+        """See `keras.callbacks.Callback`."""
+        check_places([self])  # before Keras writes there; engines have checked all callbacks
+        super().set_model(model)
 
     def on_train_begin(self, logs=None):
         """See `keras.callbacks.Callback`."""

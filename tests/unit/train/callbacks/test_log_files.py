@@ -170,11 +170,3 @@ def test_tables_are_truncated_to_the_recorded_length_and_continued(tmp_path):
     stranger = keras.callbacks.CSVLogger(tmp_path / "other.csv")
     log_files.rewind_tables(recorded, [stranger])
     assert not stranger.append
-
-
-@pytest.mark.parametrize("below", ["", "logs"])
-def test_a_file_in_place_of_the_directory_of_event_files_is_one_clear_error(below, tmp_path):
-    (tmp_path / "file").touch()
-    board = tfdist.TensorBoard(tmp_path / "file" / below)
-    with pytest.raises(ValueError, match="expected a directory that can be written, received"):
-        log_files.check_places([board])

@@ -17,7 +17,7 @@ from tests.unit.train.callbacks.test_backup_and_restore import train
 from tfdist import config
 from tfdist.run import train_command
 from tfdist.telemetry.layout import read_json_lines
-from tfdist.telemetry.writers import JsonlWriter
+from tfdist.telemetry.writers import JsonlWriter, TensorBoardWriter
 from tfdist.train.callbacks.image_samples import caption, probabilities
 from tfdist.train.callbacks.saving import same_on_workers
 
@@ -205,6 +205,37 @@ def test_a_bad_profile_is_an_error(text, tmp_path):
             ),
         ):
             call()
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("{}/file", "{}/file is not a directory"),
+        ("{}/file/below", "{}/file is not a directory"),
+        ("/proc/tfdist", "No such file or directory"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_named(place, reason, one_device, tmp_path):
+    (tmp_path / "file").touch()
+    place, reason = place.format(tmp_path), reason.format(tmp_path)
+    expected = r"\(log_dir=\.\.\.\): expected a directory that can be written, received "
+    for write in (
+        lambda: fit(one_device, keras.callbacks.TensorBoard(place)),
+        lambda: fit(one_device, tfdist.TensorBoard(place)),
+        lambda: fit(tf.distribute.get_strategy(), tfdist.TensorBoard(place, "try", graph=False)),
+        lambda: fit(one_device, tfdist.ImageSamples(place, images(), run="try")),
+        lambda: TensorBoardWriter(place).scalars(0, {"loss": 1.0}),
+    ):
+        with pytest.raises(ValueError, match=f"{expected}{place}.*: {reason}"):
+            write()
+    path = tmp_path / "settings.py"
+    path.write_text("import tfdist\n\ndef get_config():\n    return tfdist.config.default()\n")
+    with pytest.raises(ValueError, match=f"^output.dir: expected .*{place}: {reason}"):
+        train_command.run(
+            train_command.parse(
+                [f"--config={path}", f"--config.output.dir={place}", "--config.name=try"]
+            )
+        )
 
 
 def test_the_flag_is_short_for_the_key(tmp_path):
