@@ -1,18 +1,24 @@
-"""Simulate hosts by network namespaces that a bridge joins, in a user namespace of their own.
+"""Simulate hosts, and strangers who hold connections to a server.
 
-The machine's own network stays as it is.
+Hosts are network namespaces that a bridge joins, in a user namespace of their own: the machine's
+own network stays as it is. Strangers are connections from another loopback address.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
+import select
 import shutil
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+
+from tfdist.cluster.addresses import split_address
 
 PROGRAMS = ("unshare", "nsenter", "ip")
 TIMEOUT_S = 20  # seconds for a command, which takes some milliseconds
@@ -139,3 +145,33 @@ def network(count: int) -> Iterator[Network]:
         yield made
     finally:
         made.close()
+
+
+@contextlib.contextmanager
+def crowd(address, count):
+    """Keep `count` silent connections from 127.0.0.2 open, and replace those that end."""
+
+    def come():
+        return socket.create_connection(split_address(address), source_address=("127.0.0.2", 0))
+
+    def stay():
+        while not over.is_set():
+            for one in select.select(connections, [], [], 0.05)[0]:
+                with contextlib.suppress(ConnectionError):
+                    if one.recv(4096):
+                        continue
+                connections.remove(one)
+                one.close()
+                connections.append(come())
+
+    connections = [come() for _ in range(count)]
+    over = threading.Event()
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(TIMEOUT_S)
+        for connection in connections:
+            connection.close()

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import time
 
 import pytest
 
+from tests.networks import crowd
 from tests.processes import ROOT, environment
 from tfdist.cluster import json_channel
 from tfdist.cluster.addresses import free_ports, split_address
@@ -283,39 +283,9 @@ def test_foreign_connections_do_no_harm(house):
     house.says("another version")
 
 
-@contextlib.contextmanager
-def crowd(address, count):
-    """Keep `count` silent connections from 127.0.0.2 open, and replace those that end."""
-
-    def come():
-        return socket.create_connection(split_address(address), source_address=("127.0.0.2", 0))
-
-    def stay():
-        while not over.is_set():
-            for one in select.select(connections, [], [], 0.05)[0]:
-                with contextlib.suppress(ConnectionError):
-                    if one.recv(4096):
-                        continue
-                connections.remove(one)
-                one.close()
-                connections.append(come())
-
-    connections = [come() for _ in range(count)]
-    over = threading.Event()
-    thread = threading.Thread(target=stay)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(LONG_S)
-        for connection in connections:
-            connection.close()
-
-
 def test_strangers_that_hold_connections_keep_no_host_out(house):
     server = house.serve(1, 1)
-    with crowd(server.address, rendezvous.HANDSHAKES + 8):
+    with crowd(server.address, 200):
         starts(house.join("a", join_timeout=json_channel.HANDSHAKE_S - 1))
 
 

@@ -6,6 +6,7 @@ Hosts are lost by killing their server, as a machine that fails loses its memory
 import contextlib
 import functools
 import os
+import pathlib
 import resource
 import signal
 import socket
@@ -15,12 +16,13 @@ import time
 import numpy as np
 import pytest
 
+from tests.networks import crowd
 from tfdist.backup.claim import Superseded
 from tfdist.backup.memory_tier import MemoryTier
 from tfdist.backup.snapshot import Snapshot
 from tfdist.cluster import json_channel
 from tfdist.launch.snapshot_holder import Holder, Part
-from tfdist.launch.snapshot_peers import SAVE_S, Peers
+from tfdist.launch.snapshot_peers import HANDSHAKES, SAVE_S, Peers
 from tfdist.launch.snapshot_server import SnapshotServer
 from tfdist.runtime.snapshot_protocol import address_of, is_supported
 
@@ -351,6 +353,17 @@ def test_strangers_get_nothing(hosts):
             channel.send(message)
     hosts.meet(1, 0, 1)
     assert held(hosts, 1, 1) == (1, 100.0)
+
+
+def test_strangers_that_hold_connections_keep_no_host_out(hosts):
+    hosts.meet(0, 0, 1)
+    with crowd(hosts.address(1), 200):
+        descriptors = pathlib.Path(f"/proc/{hosts.servers[1].pid}/fd")
+        wait_until(lambda: len(list(descriptors.iterdir())) < HANDSHAKES + 32)
+        assert put(hosts, 0, 1, [0]) == [True]
+        hosts.lose(0)
+        hosts.meet(1, 1)
+        assert held(hosts, 1, 1) == (1, 100.0)
 
 
 def test_an_address_of_another_machine_is_refused():

@@ -197,9 +197,8 @@ class Server(TaskServer):
     def __init__(self, responder: Responder, task: Task):
         self.responder = responder
         # In a large cluster, all tasks may ask the first one at the same moment.
-        at_once = max(AT_ONCE, len(responder.addresses))
-        self.request_queue_size = max(TaskServer.request_queue_size, at_once)
-        self._free = threading.BoundedSemaphore(at_once)
+        self.at_once = max(AT_ONCE, len(responder.addresses))
+        self.request_queue_size = max(TaskServer.request_queue_size, self.at_once)
         super().__init__(task)
 
     def reply(self, request: Mapping[str, Any], host: str) -> dict[str, Any]:
@@ -212,17 +211,6 @@ class Server(TaskServer):
         """See `TaskServer`."""
         if request.get("ask") == "stream" and "refused" not in reply:
             _receive_stream(connection)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """See `socketserver.BaseServer`."""
-        return self._free.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See `socketserver.ThreadingMixIn`."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
 
 
 def _receive_stream(connection: socket.socket) -> None:
