@@ -26,13 +26,17 @@ from tfdist.keras_compat import engine_of, install, pass_counters, set_first_epo
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE, Launched, note
 from tfdist.runtime.time_account import time_account
 from tfdist.train.callbacks import log_files, sharded_snapshot
-from tfdist.train.callbacks.memory_snapshots import IN_MEMORY, MemorySnapshots, SnapshotLost
+from tfdist.train.callbacks.memory_snapshots import (
+    IN_MEMORY,
+    METRICS_OF_REPLICAS,
+    MemorySnapshots,
+    SnapshotLost,
+)
 from tfdist.train.health import preemption
 from tfdist.train.hooks import Hooks, MetricCopies, bind
 from tfdist.train.without_strategy import FitWithoutStrategy
 
 _METRICS = "metrics/"
-_PARTS = "metrics of replicas/"
 _SYNC = "sync/"
 NO_SNAPSHOT = -1  # instead of the number of a snapshot
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -594,7 +598,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 **random_state.arrays,
                 **state.best_of_callbacks(self._others()),
                 **numbered(_METRICS, totals),
-                **numbered(_PARTS, parts),
+                **numbered(METRICS_OF_REPLICAS, parts),
                 **numbered(_SYNC, synced),
             }
             snapshot = Snapshot(arrays, facts)
@@ -755,7 +759,10 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
             self._replay_snapshot = snapshot
         else:
             self._restore_callbacks(snapshot)
-        self._restored_metrics = arrays_of(_METRICS, snapshot), arrays_of(_PARTS, snapshot)
+        self._restored_metrics = (
+            arrays_of(_METRICS, snapshot),
+            arrays_of(METRICS_OF_REPLICAS, snapshot),
+        )
         assert self._newest is not None
         if self._memory is not None:
             if self._newest.number == IN_MEMORY:

@@ -30,7 +30,7 @@ IN_MEMORY = -2  # instead of the number of a snapshot
 Position = tuple[int, int]  # epoch, and steps of it that are done
 # Fact of a snapshot with a part of each worker: first replica of each, and number of replicas.
 _LAYOUT = "layout"
-_METRICS = "metrics of replicas/"
+METRICS_OF_REPLICAS = "metrics of replicas/"  # prefix of the names of their arrays
 
 
 class SnapshotLost(TimeoutError):
@@ -85,7 +85,8 @@ class MemorySnapshots:
             logging.warning(
                 "memory_freq: no snapshots in memory, because no process would hold them after "
                 "this one ends: `tfdist launch --restarts` starts one on each host, on Linux, if "
-                "the hosts can listen at their addresses, but not with --cluster."
+                "the hosts can listen at their addresses, but not with --cluster, and neither "
+                "`tfdist agent` nor Kubernetes have one."
             )
             return None
         whole, own = (MemoryTier(directory, launched.attempt, server) for _ in range(2))
@@ -149,7 +150,9 @@ class MemorySnapshots:
         totals: list[np.ndarray] = []
         tables: list[np.ndarray] = []
         for i, aggregation in enumerate(held[0].facts["aggregations"] if held else ()):
-            parts = [(part.facts["first"], part.arrays[f"{_METRICS}{i}"]) for part in held]
+            parts = [
+                (part.facts["first"], part.arrays[f"{METRICS_OF_REPLICAS}{i}"]) for part in held
+            ]
             if aggregation is None:
                 totals.append(parts[0][1][0])
                 tables.append(np.zeros(0))
@@ -233,7 +236,7 @@ class MemorySnapshots:
         left = iter(values)
         metrics = [np.stack([np.asarray(next(left)) for _ in each.copies]) for each in copies]
         facts = {"first": first, "aggregations": [each.aggregation for each in copies]}
-        self._own.put(Snapshot({**rows, **numbered(_METRICS, metrics)}, facts), *where)
+        self._own.put(Snapshot({**rows, **numbered(METRICS_OF_REPLICAS, metrics)}, facts), *where)
 
     def end(self, drop: bool) -> None:
         """End the saves of a `fit`.
