@@ -4,6 +4,8 @@
     python benchmarks/snapshots.py
     # One short fit of each kind, writes nothing.
     python benchmarks/snapshots.py --quick
+    # Some models only, writes a report of its own.
+    python benchmarks/snapshots.py --sizes 0 3 --out /tmp/snapshots
 
 Processes stay alive, and short fits of all kinds take turns, each second turn in reverse order.
 Ratios are taken between fits of one turn.
@@ -175,10 +177,15 @@ def report(results: dict[tuple[int, int], Costs], verdicts: list[dict], facts: d
 def main(argv: list[str]) -> int:
     """Run the benchmark, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", type=int, help="of SETUPS, in MB; default all")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        help="of SETUPS, in MB; default all. The report of some is only written with --out",
+    )
     add_options(parser, ROUNDS, f"epochs of each fit, default {EPOCHS}")
     args = parser.parse_args(argv)
-    fill_options(args, ROUNDS, quick_steps=1)
+    fill_options(args, ROUNDS, quick_steps=1, partial=args.sizes is not None)
     args.cores = cores(parser)
     facts = begin("snapshots.py", argv, args.rounds)
     results = {

@@ -137,12 +137,21 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> Non
     )
 
 
-def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int) -> None:
-    """Fill in the defaults of arguments that were not given."""
+def fill_options(
+    args: argparse.Namespace, rounds: int, quick_steps: int, partial: bool = False
+) -> None:
+    """Fill in the defaults of arguments that were not given.
+
+    Args:
+        args: Arguments of the command line.
+        rounds: The default of --rounds.
+        quick_steps: The default of --steps with --quick.
+        partial: Whether only a part of the benchmark runs, which may not replace the whole report.
+    """
     args.rounds = args.rounds or (1 if args.quick else rounds)
     if args.quick:
         args.steps = args.steps or quick_steps
-    elif args.out is None:
+    elif args.out is None and not partial:
         args.out = pathlib.Path(__file__).parents[1] / "reports"
 
 

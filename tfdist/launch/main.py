@@ -13,7 +13,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
-from tfdist.cluster.addresses import free_ports, is_here, nobody_here
+from tfdist.cluster.addresses import free_ports, is_here, nobody_here, split_address
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.launch import agent, config_options, doctor_check
 from tfdist.launch.engines import launch_on, slurm_launch
@@ -309,7 +309,7 @@ def _launch_hosts(
     def plan_start(start: Start, spec: ClusterSpec):
         server = snapshots if start.snapshot_servers else None
         if server is not None:
-            peers = [(each.rpartition(":")[0], each) for each in start.snapshot_servers]
+            peers = [(split_address(each)[0], each) for each in start.snapshot_servers]
             server.meet(peers, start.index, start.generation, start.launch_id)
         return plan(
             spec,
