@@ -200,7 +200,9 @@ class Peers:
             except Refused:
                 raise
             except OSError:  # its server may have been killed, and have a successor
-                if self._completed.get(run) == position:  # it has told this one before
+                # It may have told this server before. A later position may be one of an earlier
+                # training of this attempt, and says nothing about this one.
+                if self._completed.get(run) == position:
                     return problem
                 time.sleep(min(RETRY_S, left))
         raise TimeoutError(f"not all parts of a snapshot were stored within {seconds:.3g} s")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.networks import crowd
+from tfdist.backup import memory_tier
 from tfdist.backup.claim import Superseded
 from tfdist.backup.memory_tier import MemoryTier
 from tfdist.backup.snapshot import Snapshot
@@ -267,6 +268,15 @@ def test_a_killed_server_of_one_of_several_parts_costs_nothing_more(hosts):
     assert save(3) == [True, True]
     hosts.meet(1, 0, 1)
     assert [held(hosts, host, 1, 1) for host in (0, 1)] == [(3, 301.0)] * 2
+
+
+def test_a_lost_server_completes_no_earlier_step_of_a_second_training(hosts, monkeypatch):
+    monkeypatch.setattr(memory_tier, "PARTS_S", 2.0)
+    hosts.meet(0, 0, 1)
+    assert put(hosts, 0, 5, [0, 1]) == [True, True]
+    hosts.lose(0)
+    hosts.servers[0]._stop_listening()
+    assert not hosts.tier(1, 0).put(state(101, first=1), (0, 1), 1, 2), "part 0 is missing"
 
 
 def test_a_host_that_stops_during_a_copy_does_not_keep_later_ones_from_others(hosts):
