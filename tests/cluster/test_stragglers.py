@@ -5,16 +5,18 @@ import json
 import pytest
 
 from tests.cluster.scripts.slowed import EPOCHS, STEPS
-from tests.launches import ROOT, Launch
+from tests.launches import OFF, ROOT, Launch
 from tfdist.runtime.launch_protocol import read_journal
 
 TIMEOUT_S = 240
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
-# Tasks that train for ever, save when they are asked to end, and whose chief names worker:1.
+# Tasks that train for ever and save when they are asked to end. Their chief names worker:1 as soon
+# as a standby process is ready for each task. `keras` is a module of the test, to be quick.
 SCRIPT = """
+import keras
 attempt = int(os.environ["TFDIST_ATTEMPT"])
-from tfdist.runtime.launch_protocol import Launched, Phase, Progress, note
+from tfdist.runtime.launch_protocol import Launched, Phase, Progress, note, read_journal
 from tfdist.runtime.time_account import time_account
 launched = Launched.from_environ()
 account = time_account()
@@ -24,15 +26,24 @@ def end(number, frame):
     sys.exit(42)
 signal.signal(signal.SIGTERM, end)
 facts = dict(task="worker:1", attempt=attempt, host="h", slower=1.5)
-for step in range(1, 1000 if attempt < LAST else 20):
+def ready():
+    lines = [line for line in read_journal(launched.log_dir) if line["event"] == "standby"]
+    return sum(line["what"] == "ready" for line in lines) >= STANDBYS
+named = False
+for step in range(1, 2000 if attempt < LAST else 20):
     with account.running("training"):
         time.sleep(0.05)
     account.add_steps(1)
     progress.beat(Phase.RUNNING, 0, step, step)
     if me == "worker:0":
-        if step == 2: note(launched.log_dir, "straggler", **facts)
+        if not named and ready(): named = not note(launched.log_dir, "straggler", **facts)
         if step == 5 and SAVES: note(launched.log_dir, "saved", total=5, path="s", task=me)
-print(me, attempt, os.environ["TFDIST_STRAGGLERS"])
+print(me, attempt, os.environ["TFDIST_STRAGGLERS"], os.environ["TFDIST_RESTARTS"], os.getpid())
+if not SAVES:  # the fit is over: too late to save
+    progress.beat(Phase.IDLE, 0, 20, 20)
+    note(launched.log_dir, "saved", total=20, path="s", task=me)
+    note(launched.log_dir, "straggler", **facts)
+    time.sleep(1.5)
 """
 
 
@@ -41,15 +52,17 @@ def events(launch, name):
     return [line for line in journal if line["event"] == name]
 
 
-def script(last, saves=True):
-    return SCRIPT.replace("LAST", str(last)).replace("SAVES", str(saves))
+def script(launch, last, saves=True, standbys=0):
+    (launch.directory / "keras.py").touch()
+    script = SCRIPT.replace("LAST", str(last)).replace("SAVES", str(saves))
+    return script.replace("STANDBYS", str(standbys))
 
 
-def test_slow_worker_is_replaced_after_a_snapshot_and_no_restart_is_counted(launch):
+def test_slow_worker_is_replaced_by_a_standby_process_and_no_restart_is_counted(launch):
     code, out, err = launch.run(
-        *("--workers", "2", "--replace-stragglers", "1", "--standby", "0"),
-        *("--straggler-share", "0.3"),
-        script=script(1),
+        *("--workers", "2", "--replace-stragglers", "1", "--straggler-share", "0.3"),
+        script=script(launch, 1, standbys=2),
+        environ={OFF: "1"},  # the tests' own server of processes would import the real Keras
     )
     assert code == 0, err
     slow = "tfdist: worker:1 on h is slower than the median of the other workers by 150 %"
@@ -58,7 +71,12 @@ def test_slow_worker_is_replaced_after_a_snapshot_and_no_restart_is_counted(laun
     # Named again in the second attempt.
     assert f"{slow}; it stays, as no replacement is left (--replace-stragglers 1)" in err
     assert "ROOT CAUSE" not in err
-    assert "worker:1 1 0.3 30" in out
+    (taken,) = (
+        line
+        for line in events(launch, "standby")
+        if line["what"] == "taken" and line["task"] == "worker:1"
+    )
+    assert f"worker:1 1 0.3 30 1 {taken['pid']}" in out
     assert [line["attempt"] for line in events(launch, "attempt")] == [0, 1]
     assert not events(launch, "detected")
     first, second = events(launch, "ended")
@@ -68,9 +86,12 @@ def test_slow_worker_is_replaced_after_a_snapshot_and_no_restart_is_counted(laun
     assert "tfdist: goodput " in err.splitlines()[-1]
 
 
-def test_slow_worker_stays_where_a_restart_would_lose_all_steps(launch):
+def test_slow_worker_stays_where_it_cannot_save(launch):
+    """No snapshot was written within the fit, and after it the tasks end by themselves."""
     code, _, err = launch.run(
-        "--workers", "2", "--replace-stragglers", "2", "--standby", "0", script=script(0, False)
+        *("--workers", "2", "--replace-stragglers", "2", "--standby", "0"),
+        script=script(launch, 0, saves=False),
+        environ={OFF: "1"},
     )
     assert code == 0, err
     assert len(events(launch, "attempt")) == 1
@@ -97,6 +118,8 @@ def test_worker_with_slow_data_is_named_and_replaced(launch):
         sum(ended["accounts"]["worker:0"]["steps"] for ended in (first, second)) == EPOCHS * STEPS
     )
     assert first["accounts"]["worker:0"]["sync"] > first["accounts"]["worker:1"]["sync"]
+    # A worker that is named after the end of the training must not make it begin anew.
+    assert list((launch.directory / "backup").glob("snapshot-*"))
     for task in ("worker-0", "worker-1"):
         facts = json.loads((launch.directory / f"{task}.json").read_text())
         assert facts == {"epochs": list(range(EPOCHS)), "steps": EPOCHS * STEPS}

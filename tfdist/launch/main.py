@@ -139,7 +139,7 @@ def _launch(flags: argparse.Namespace, words: list[str]) -> int:
             log_dir=log_dir,
             attempt=attempt,
             launch=launch,
-            restarts=flags.restarts,
+            restarts=flags.restarts + (flags.replace_stragglers or 0),
             threads=flags.threads,
             cores=len(cores()),
             columns=columns,

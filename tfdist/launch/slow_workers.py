@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tfdist.runtime.formatting import percent
 from tfdist.runtime.launch_protocol import JOURNAL, STRAGGLER, STRAGGLER_OVER, check_event
@@ -16,7 +16,7 @@ class SlowWorkers:
 
     Args:
         log_dir: Log directory of the launch.
-        limit: Maximum number of replacements.
+        limit: Maximum number of replacements. One replaces all workers that are slow then.
         show_line: Function that shows a line to the user.
         move: Function that gives up the place of a task, so that the next attempt starts it in
             another one; it returns why that is impossible, or "".
@@ -35,41 +35,53 @@ class SlowWorkers:
         self._move = move
         self._read = 0  # bytes of the journal
         self._saved = False
+        self._attempt = 0
         self._slow: dict[str, dict] = {}  # by task, of the current attempt
         self.count = 0
 
-    def due(self, attempt: int) -> str:
-        """Return the task to replace now, "" for none; each episode is answered once.
+    def due(self, attempt: int, tasks: Collection[str]) -> list[str]:
+        """Return the tasks to replace now, all in one restart; each episode is answered once.
 
         Args:
             attempt: Number of the running attempt.
+            tasks: Names of the tasks that train; none unless all of them are within a fit, because
+                they save only there.
         """
+        if attempt != self._attempt:  # its tasks are other processes
+            self._attempt = attempt
+            self._slow.clear()
         for line in self._new_lines():
             if line["event"] == "saved":
                 self._saved = True
             elif line["event"] == STRAGGLER and line["attempt"] == attempt:
                 self._slow[line["task"]] = line
-            elif line["event"] == STRAGGLER_OVER:
+            elif line["event"] == STRAGGLER_OVER and line["attempt"] == attempt:
                 self._slow.pop(line["task"], None)
-        if not self._slow or not self._saved:  # without a snapshot all steps would be lost
-            return ""
-        task, line = self._slow.popitem()
+        if not tasks:  # the next fit compares its workers anew
+            self._slow.clear()
+        if not self._saved:  # without a snapshot all steps would be lost
+            return []
+        slow = [line for task, line in self._slow.items() if task in tasks]
         self._slow.clear()
-        if self.count >= self._limit:
+        moved = []
+        for line in slow:
+            if problem := self._problem(line["task"]):
+                self._show_line(f"tfdist: {_describe(line)}; it stays, as {problem}")
+            else:
+                moved.append(line)
+        self.count += bool(moved)
+        for line in moved:
             self._show_line(
-                f"tfdist: {_describe(line)}; it stays, as no replacement is left "
-                f"(--replace-stragglers {self._limit})"
+                f"tfdist: {_describe(line)}: saving, to start it anew (replacement {self.count} of "
+                f"{self._limit})"
             )
-            return ""
-        if problem := self._move(task):
-            self._show_line(f"tfdist: {_describe(line)}; it stays, as {problem}")
-            return ""
-        self.count += 1
-        self._show_line(
-            f"tfdist: {_describe(line)}: saving, to start it anew (replacement {self.count} of "
-            f"{self._limit})"
-        )
-        return task
+        return [line["task"] for line in moved]
+
+    def _problem(self, task: str) -> str:
+        """Give up the place of a task; return why it stays, or ""."""
+        if self.count >= self._limit:
+            return f"no replacement is left (--replace-stragglers {self._limit})"
+        return self._move(task)
 
     def _new_lines(self) -> list[dict]:
         lines = []

@@ -106,7 +106,7 @@ class Supervisor:
         self._standbys = standbys
         self._start_task = start or self._start_locally
         self._slow_workers = slow_workers
-        self._replaced = ""  # task for whose replacement the attempt ends
+        self._replaced: list[str] = []  # tasks for whose replacement the attempt ends
         self._number = 0  # of the attempt
         self._signals: list[int] = []
         self._last_check = time.monotonic()
@@ -137,7 +137,8 @@ class Supervisor:
             if self._signals:
                 return self.farewell(time.monotonic() - started, codes)
             if outcome is None and self._replaced and any(codes.values()):
-                text = f"{self._replaced} was slow: restart that does not count"
+                verb = "was" if len(self._replaced) == 1 else "were"
+                text = f"{', '.join(self._replaced)} {verb} slow: restart that does not count"
                 note(self._log_dir, "decided", attempt=number, restart=True, delay=0.0, text=text)
                 self._console.notice(f"tfdist: {text}")
                 number += 1
@@ -195,7 +196,7 @@ class Supervisor:
         """
         group: list[Process] = []
         self._errors = {}
-        self._replaced = ""
+        self._replaced = []
         self._number = number
         self._started = time.monotonic()
         note(self._log_dir, "attempt", attempt=number, tasks=[plan.name for plan in plans])
@@ -400,7 +401,7 @@ class Supervisor:
                 process.reset_timer()
         self._last_check = now
         if self._slow_workers and not self._replaced:
-            self._replaced = self._slow_workers.due(self._number)
+            self._replaced = self._slow_workers.due(self._number, self._within_a_fit(group))
         if self._standbys:
             self._standbys.keep([process.plan for process in group], self._training(group, now))
         if any(process.hang for process in group):  # the hung task is known already
@@ -411,6 +412,17 @@ class Supervisor:
             self._blame(
                 group, [process for process in group if process.seconds_silent(half) is not None]
             )
+
+    def _within_a_fit(self, group: Sequence[Process]) -> list[str]:
+        """Return the names of the tasks that train; none if one of them is outside of a fit."""
+        training = [process for process in group if process.plan.role is Role.TRAINS]
+        inside = all(
+            not process.ended
+            and (heartbeat := process.heartbeat) is not None
+            and heartbeat.phase != Phase.IDLE
+            for process in training
+        )
+        return [process.plan.name for process in training if inside]
 
     def _training(self, group: Sequence[Process], now: float) -> bool:
         """Return whether the tasks have started and leave time for standby processes."""

@@ -116,7 +116,7 @@ def plan_tasks(
             it.
         attempt: Number of the attempt, from 0.
         launch: Unique name of the launch.
-        restarts: Number of restarts that the launcher allows after failures, default 0.
+        restarts: Number of restarts that the launcher allows, default 0.
         threads: Threads in each thread pool of a task; None for the values in `environ`, else an
             equal share of the cores.
         cores: Number of cores that this process may use.

@@ -93,7 +93,7 @@ class Launched:
         launch: Unique name of the launch, equal in all its attempts and on all hosts.
         attempt: Number of the attempt, from 0. Higher attempts supersede lower ones of the same
             launch.
-        restarts: Number of restarts that the launcher allows after failures.
+        restarts: Number of restarts that the launcher allows, after failures or for stragglers.
         log_dir: Log directory of the launch, or None.
         progress_file: Path of the progress file, or None.
         chaos: Fault plan, as in `tfdist launch --chaos`; None to inject no fault and report none.
