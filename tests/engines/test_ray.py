@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines import ray_cluster
 from tests.engines.ray_cluster import parent
-from tests.engines.task_scripts import BEAT, SAVE
+from tests.engines.task_scripts import BEAT, SAVE, SLOW
 from tests.launches import Launch
 from tests.processes import ROOT, is_gone
 
@@ -195,6 +195,24 @@ def test_spare_node_takes_the_place_of_a_lost_one(launch, cluster):
     assert code == 0, err
     assert f"worker:1 was lost with its host {lost}: Actor" in err
     assert not launch.wait_for_nobody(20.0)
+
+
+def test_straggler_leaves_its_node_while_the_others_have_room(launch, cluster):
+    """Of three nodes, the second attempt uses the two on which no task was slow."""
+    launch.start("--workers=2", "--replace-stragglers=2", script=SLOW)
+    nodes = []
+    for attempt in ("0", "1"):
+        launch.wait_for(f"worker:0.{attempt}", f"worker:1.{attempt}")
+        nodes.append([cluster.node_of(launch.pid_of(f"worker:{number}")) for number in (0, 1)])
+    code, _out, err = launch.finish()
+    assert code == 0, err
+    (kept, slow), after = nodes
+    assert sorted({kept, slow, *after}) == ["n0", "n1", "n2"]
+    assert after[0] == kept
+    assert after[1] not in (kept, slow)
+    assert "worker:1 was slow: restart that does not count" in err
+    room = f"there may be no room for the tasks without {after[1]}: Ray gave none within 5 s"
+    assert f"; it stays, as {room}" in err
 
 
 def test_launch_waits_for_a_node_that_joins_after_a_loss(launch, cluster):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines import slurm_cluster, task_scripts
 from tests.engines.slurm_cluster import NODES
-from tests.engines.task_scripts import SAVE
+from tests.engines.task_scripts import SAVE, SLOW
 from tests.launches import PRELUDE, Launch
 from tests.processes import ROOT
 from tfdist.runtime.launch_protocol import read_journal
@@ -224,6 +224,27 @@ if attempt == "0": train(60)
     assert re.search(rf"worker:1 was (lost with its host {NODES[1]}|killed)", err), err
     assert "asking for another" in err
     assert f"[worker:1] on {NODES[2]}" in out
+
+
+def test_straggler_leaves_its_node_while_the_job_has_room_on_others(launch):
+    """The second straggler would get the node of the first one, and stays."""
+    code, out, err = launch.run(
+        *("--workers=2", "--nodes=3", "--slurm-options=--ntasks=3 --ntasks-per-node=1"),
+        "--replace-stragglers=2",
+        script=SLOW,
+    )
+    assert code == 0, err
+    slow = "is slower than the median of the other workers by 150 %"
+    assert f"worker:1 on {NODES[1]} {slow}: saving, to start it anew (replacement 1 of 2)" in err
+    assert "worker:1 was slow: restart that does not count" in err
+    assert f"[worker:1] attempt 0 at {NODES[1]}" in out
+    assert f"[worker:0] attempt 1 at {NODES[0]}" in out
+    assert f"[worker:1] attempt 1 at {NODES[2]}" in out
+    room = f"there is no room for the tasks without {NODES[2]}"
+    assert f"worker:1 on {NODES[2]} {slow}; it stays, as {room}" in err
+    (journal,) = (launch.directory / "runs").glob("launch-*")
+    named = [line for line in read_journal(str(journal)) if line["event"] == "straggler"]
+    assert [line["host"] for line in named] == [NODES[1], NODES[2]]
 
 
 def test_training_resumes_from_the_copy_of_a_lost_nodes_rows(launch, slurm):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines import ssh_server
 from tests.engines.ssh_server import HOSTS
+from tests.engines.task_scripts import SLOW
 from tests.launches import Launch
 from tests.processes import ROOT
 
@@ -75,6 +76,23 @@ def test_hosts_come_from_a_config_file(launch, ssh):
     assert code == 0, err
     assert "[worker:1] hello from worker:1" in out
     assert "on 127.0.1.2, 127.0.1.3 by ssh" in err
+
+
+def test_straggler_leaves_its_host_while_the_others_have_room(launch):
+    code, out, err = launch.run(
+        *(launch.flags[0], launch.flags[1], "--hosts", ",".join(f"{host}:2" for host in HOSTS)),
+        *launch.flags[4:],
+        *("--workers=2", "--replace-stragglers=2"),
+        script=SLOW,
+    )
+    assert code == 0, err
+    slow = "is slower than the median of the other workers by 150 %"
+    assert f"worker:1 on {HOSTS[0]} {slow}: saving, to start it anew (replacement 1 of 2)" in err
+    for worker in (0, 1):
+        for attempt in (0, 1):
+            assert f"[worker:{worker}] attempt {attempt} at {HOSTS[attempt]}" in out
+    room = f"there is no room for the tasks without {HOSTS[1]}"
+    assert f"worker:1 on {HOSTS[1]} {slow}; it stays, as {room}" in err
 
 
 def test_cut_connection_ends_the_task_of_that_host(launch):

@@ -1,4 +1,4 @@
-"""Ray driver: a process that holds the placement group and the actors of a launch.
+"""Ray driver: a process that holds the placement groups and the actors of a launch.
 
 Usage:
     python -m tfdist.launch.engines.ray_driver
@@ -9,12 +9,13 @@ with messages in the form of `agent_protocol`. Orders of the launcher, and the a
 
     open: connect to the cluster            -> opened, or refused
     place: give each task a bundle          -> pending, ..., placed, or refused
+    avoid: reserve bundles on other nodes   -> avoided
     connect: start an agent in a bundle     -> data, ..., ended
     write: a line to the agent
     close: end the agent                    -> ended
 
-The end of standard input means that the launcher is gone. The agents, actors and the placement
-group then end.
+The end of standard input means that the launcher is gone. The agents, actors and placement groups
+then end.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from tfdist.launch.engines.agent_protocol import bytes_of, decode, encode, text_
 POLL_S = 0.2
 REACH_S = 5.0
 SHOW_S = 1.0  # Ray needs a moment even where there is room
+AVOID_S = 5.0  # for bundles on other nodes; meanwhile the tasks train
 END_S = 8.0  # for the agents to end their tasks; afterwards, their actors are killed
 REMOVE_S = 10.0
 REASON_CHARACTERS = 300
 GROUP_NAME = "tfdist"
+NODE_LABEL = "ray.io/node-id"  # of each node, set by Ray
 MESSAGES = "messages"  # a thread of each actor reads, another one writes
 ORDERS = "orders"
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
@@ -114,7 +117,10 @@ class Driver:
         self._ray = ray
         self._send = send
         self._options: Mapping[str, Any] = {}
-        self._group: Any = None
+        self._groups: list[Any] = []
+        self._places: list[tuple[int, int]] = []  # of each task: its group, and its bundle there
+        self._avoided: set[str] = set()  # nodes on which a task was slow
+        self._moves = 0  # groups that were asked for to leave such a node
         self._actors: dict[int, Any] = {}
         self._unsettled: list[Any] = []  # actors of which Ray does not know whether they are dead
         self._tasks: set[asyncio.Task] = set()
@@ -131,6 +137,8 @@ class Driver:
                 self._open(order)
             elif kind == "place":
                 self._run(self._place(order["count"]))
+            elif kind == "avoid":
+                self._run(self._avoid(order["bundle"]))
             elif kind == "connect":
                 self._connect(order["id"], order["bundle"])
             elif order["id"] in self._actors:
@@ -169,25 +177,25 @@ class Driver:
         """
         from ray.util.placement_group import placement_group, placement_group_table
 
-        bundle = {
-            name: self._options[option]
-            for name, option in (("CPU", "cpus"), ("GPU", "gpus"))
-            if self._options[option]
-        }
+        bundle = self._bundle()
         strategy = self._options["strategy"]
         try:
             if self._unsettled:
                 self._send("pending", text="Ray has not decided yet whether a lost node is gone")
                 await asyncio.gather(*map(self._settle, self._unsettled))
                 self._unsettled.clear()
-            if self._group is None:
-                self._group = placement_group([bundle] * count, strategy, name=GROUP_NAME)
+            if not self._groups:
+                self._groups = [placement_group([bundle] * count, strategy, name=GROUP_NAME)]
+                self._places = [(0, number) for number in range(count)]
             began = time.monotonic()
             while True:
-                table = placement_group_table(self._group)
+                tables = [placement_group_table(group) for group in self._groups]
                 nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
-                homes = [table["bundles_to_node_id"][number] for number in range(count)]
-                if table["state"] == "CREATED" and set(homes) <= nodes.keys():
+                homes = self._homes(tables)
+                # A group of which only a bundle that no task uses is lost may stay incomplete.
+                if set(homes) <= nodes.keys() and all(
+                    table["state"] in ("CREATED", "RESCHEDULING") for table in tables
+                ):
                     break
                 if time.monotonic() - began > SHOW_S:
                     free = self._ray.available_resources()
@@ -209,6 +217,66 @@ class Driver:
             ],
         )
 
+    async def _avoid(self, number: int) -> None:
+        """Reserve bundles on other nodes for the tasks of a node, for the next attempt.
+
+        The former bundles stay reserved, because Ray cannot give back a part of a group.
+
+        Args:
+            number: Number of a task on the node.
+        """
+        from ray.util.placement_group import (
+            placement_group,
+            placement_group_table,
+            remove_placement_group,
+        )
+
+        strategy = self._options["strategy"]
+        problem = ""
+        self._moves += 1
+        try:
+            homes = self._homes([placement_group_table(group) for group in self._groups])
+            moved = [task for task, home in enumerate(homes) if home == homes[number]]
+            avoided = {*self._avoided, homes[number]}
+            excluded = avoided | (set(homes) if strategy == "STRICT_SPREAD" else set())
+            selector = {NODE_LABEL: f"!in({','.join(sorted(excluded))})"}
+            group = placement_group(
+                [self._bundle()] * len(moved),
+                strategy,
+                name=f"{GROUP_NAME}-{self._moves}",
+                bundle_label_selector=[selector] * len(moved),
+            )
+            end = time.monotonic() + AVOID_S
+            while placement_group_table(group)["state"] != "CREATED" and not problem:
+                if time.monotonic() > end:
+                    problem = f"Ray gave none within {AVOID_S:g} s"
+                    remove_placement_group(group)
+                await asyncio.sleep(POLL_S)
+        except Exception as error:
+            problem = one_line(error)
+        if not problem:
+            self._avoided = avoided
+            self._groups.append(group)
+            for index, task in enumerate(moved):
+                self._places[task] = (len(self._groups) - 1, index)
+        self._send("avoided", text=problem)
+
+    def _bundle(self) -> dict[str, float]:
+        """Return the resources of each task."""
+        return {
+            name: self._options[option]
+            for name, option in (("CPU", "cpus"), ("GPU", "gpus"))
+            if self._options[option]
+        }
+
+    def _homes(self, tables: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the node of each task's bundle.
+
+        Args:
+            tables: Tables of the placement groups.
+        """
+        return [tables[group]["bundles_to_node_id"][bundle] for group, bundle in self._places]
+
     async def _settle(self, actor: Any) -> None:
         """Wait until Ray knows whether an actor that it could not reach is dead."""
         while True:
@@ -225,12 +293,13 @@ class Driver:
     def _connect(self, number: int, bundle: int) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        group, index = self._places[bundle]
         actor_class = self._ray.remote(
             num_cpus=self._options["cpus"],
             num_gpus=self._options["gpus"],
             max_restarts=0,
             concurrency_groups={MESSAGES: 1, ORDERS: 1},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[group], index),
         )(AgentHost)
         self._actors[number] = actor_class.remote(self._options["python"])
         self._run(self._read(number))
@@ -268,13 +337,13 @@ class Driver:
         from ray.util.placement_group import placement_group_table, remove_placement_group
 
         await self._end(list(self._actors))
-        if self._group is None:
-            return
-        remove_placement_group(self._group)
+        for group in self._groups:
+            remove_placement_group(group)
         end = time.monotonic() + REMOVE_S
-        while placement_group_table(self._group).get("state") not in (None, "REMOVED"):
-            if time.monotonic() > end:
-                return
+        while time.monotonic() < end and any(
+            placement_group_table(group).get("state") not in (None, "REMOVED")
+            for group in self._groups
+        ):
             await asyncio.sleep(0.05)
 
 

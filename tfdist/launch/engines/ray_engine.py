@@ -98,6 +98,19 @@ class Ray:
         self._bundles = {slot: bundle for bundle, slot in enumerate(self._slots)}
         return list(self._slots)
 
+    def avoid(self, slot: Slot, count: int) -> bool:
+        """See `Fleet.give_up`. Room on other nodes is reserved before the tasks end."""
+        if self._driver is None or self._driver.ended:
+            return False
+        self._driver.send("avoid", bundle=self._bundles[slot])
+        try:
+            reply = self._wait("avoided", CONNECT_S, "Ray did not answer")
+        except Interrupted:  # the launch ends anyhow
+            return False
+        if reply["text"]:
+            raise NoRoom(reply["text"])
+        return True
+
     def connect(self, slot: Slot) -> RayTransport:
         """See `Engine`."""
         assert self._driver is not None
@@ -132,7 +145,7 @@ class Ray:
                 reason = shown or self._driver.said
                 raise NoRoom(
                     f"{problem} within {seconds:g} s{': ' * bool(reason)}{reason}; see `ray "
-                    "status`" + ("" if kind == "opened" else ", or wait longer by --queue-timeout")
+                    "status`" + ("" if kind != "placed" else ", or wait longer by --queue-timeout")
                 )
 
 

@@ -69,6 +69,7 @@ class Slurm:
         self._interrupted = interrupted
         self._lease: Lease | None = None
         self._suspects: set[str] = set()  # nodes whose agents were lost
+        self._slow: set[str] = set()  # nodes on which a task was slow
         self._bad: set[str] = set()  # nodes that cannot run a step any more
         self._components: dict[str, int | None] = {}  # of the nodes; None in most jobs
 
@@ -103,11 +104,11 @@ class Slurm:
     def avoid(self, slot: Slot, count: int) -> bool:
         """See `Fleet.give_up`. The other nodes of the job count; no further job is asked for."""
         assert self._job is not None
-        before = self._suspects
-        self._suspects = {*before, slot.host}
+        before = self._slow
+        self._slow = {*before, slot.host}
         slots = self._slots(self._usable(slurm_job.find(self._job)), count)
-        if not slots or slot.host in {each.host for each in slots}:
-            self._suspects = before
+        if not slots or not self._slow.isdisjoint(each.host for each in slots):
+            self._slow = before
             return False
         return True
 
@@ -160,10 +161,11 @@ class Slurm:
         return code == 0
 
     def _slots(self, job: Job, count: int) -> list[Slot] | None:
+        avoided = self._suspects | self._slow
         places = (
-            slurm_job.place_in_components(job.nodes, job.quotas, count, self._suspects)
+            slurm_job.place_in_components(job.nodes, job.quotas, count, avoided)
             if job.quotas
-            else slurm_job.place(job.nodes, count, self._suspects)
+            else slurm_job.place(job.nodes, count, avoided)
         )
         if places is None:
             return None

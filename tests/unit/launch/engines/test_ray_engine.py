@@ -62,6 +62,22 @@ def test_only_lost_and_moved_slots_are_new(ray):
     assert second[2].host == "d"
 
 
+def test_driver_decides_whether_a_slow_task_can_leave_its_node(ray):
+    engine = ray(
+        {
+            "open": [OPENED],
+            "place": [placed("a", "b"), placed("a", "c")],
+            "avoid": [[["avoided", {"text": ""}]], [["avoided", {"text": "all full"}]]],
+        }
+    )
+    first = engine.allocate(2, [])
+    assert engine.avoid(first[1], 2)
+    second = engine.allocate(2, [first[1]])
+    assert (second[0], second[1].host) == (first[0], "c")
+    with pytest.raises(NoRoom, match="all full"):
+        engine.avoid(second[1], 2)
+
+
 def test_output_and_end_of_an_agent_arrive(ray):
     engine = ray(
         {
