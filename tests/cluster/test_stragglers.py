@@ -135,6 +135,10 @@ def test_worker_with_slow_data_is_named_and_replaced(launch):
             "--replace-stragglers: expected without --rendezvous, received both",
         ),
         (
+            ("--cluster", "c.json", "--replace-stragglers", "1"),
+            "--replace-stragglers: expected without --cluster, received both",
+        ),
+        (
             ("--chief", "--workers", "1", "--ps", "1", "--replace-stragglers", "1"),
             "--replace-stragglers: expected without --ps, received both",
         ),
