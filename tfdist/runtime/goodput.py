@@ -121,6 +121,17 @@ class Goodput:
         text = f"goodput {100 * self.share:.1f} % of {duration(self.wall)}"
         return f"{text}; largest losses: {losses}" if losses else text
 
+    def markdown(self) -> str:
+        """Return the figure and a table of the largest losses with their remedies."""
+        lines = [f"Goodput {100 * self.share:.1f} % of {duration(self.wall)}"]
+        if self.losses:
+            lines += ["", "| largest losses | time | share | remedy |", "|---|--:|--:|---|"]
+        lines += [
+            f"| {name} | {duration(value)} | {100 * value / self.wall:.1f} % | {REMEDIES[name]} |"
+            for name, value in self.losses
+        ]
+        return "\n".join(lines)
+
 
 @dataclasses.dataclass
 class _Attempt:

@@ -87,6 +87,15 @@ def test_each_second_has_one_category():
         "goodput 39.6 % of 2 min 0 s; largest losses: restart 22 s (18.3 %), startup 12 s "
         "(10.0 %), lost 10 s (8.3 %)"
     )
+    assert goodput.markdown().splitlines() == [
+        "Goodput 39.6 % of 2 min 0 s",
+        "",
+        "| largest losses | time | share | remedy |",
+        "|---|--:|--:|---|",
+        f"| restart | 22 s | 18.3 % | {REMEDIES['restart']} |",
+        f"| startup | 12 s | 10.0 % | {REMEDIES['startup']} |",
+        f"| lost | 10 s | 8.3 % | {REMEDIES['lost']} |",
+    ]
     assert not goodput.problems
 
 

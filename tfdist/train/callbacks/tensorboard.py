@@ -34,8 +34,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     `epoch_f1_score/0`. In addition to Keras' `epoch_*` scalars, each epoch adds
     `speed/examples_per_second` (all replicas), `speed/step_milliseconds` and `speed/input_wait`
     (fraction of the time, 0 to 1, that steps waited for a batch). The chief adds `goodput/training`
-    and the shares of the other categories of `tfdist goodput`, of the whole job so far. These need
-    a strategy made by tfdist.
+    and the shares of the other categories of `tfdist goodput`, of the whole job so far, and the
+    text `goodput/losses`, a table of the largest losses with their remedies. These need a strategy
+    made by tfdist.
 
     Args:
         log_dir: Directory of the logs, in which the subdirectories `train` and `validation` are
@@ -203,6 +204,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         with self.own_writers[0].as_default(), tf.summary.record_if(True):
             for name, seconds in goodput.seconds.items():
                 tf.summary.scalar(f"goodput/{name}", seconds / goodput.wall, step=epoch)
+            tf.summary.text("goodput/losses", goodput.markdown(), step=epoch)
 
     def on_test_end(self, logs=None):
         """See `keras.callbacks.Callback`."""

@@ -11,9 +11,12 @@ def test_no_flipped_bit_changes_a_curve(tmp_path):
     with tf.summary.create_file_writer(str(tmp_path)).as_default():
         for step in range(3):
             tf.summary.scalar("epoch_loss", 1 / (1 + step), step)
+            tf.summary.text("goodput/losses", "| a | table |", step)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
-    written = tensorboard_events.scalars([tmp_path], Reader())["epoch_loss"]
+    curves = tensorboard_events.scalars([tmp_path], Reader())
+    assert list(curves) == ["epoch_loss"]
+    written = curves["epoch_loss"]
     assert [scalar.value for scalar in written] == pytest.approx([1, 1 / 2, 1 / 3])
     for bit in range(0, 8 * len(whole), 5):
         flipped = bytearray(whole)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.cases import CROSSENTROPY, GLOBAL_BATCH, STEPS, Steps, data, dataset
-from tfdist.runtime.goodput import CATEGORIES
+from tfdist.runtime.goodput import CATEGORIES, REMEDIES
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.synchronous import loop, worker_callbacks
 from tfdist.train.synchronous.loop import Runner
@@ -278,12 +278,16 @@ def test_tensorboard_writes_results_and_speed(one_device, tmp_path):
         validation_data=dataset(*data(20)),
     )
     scalars: dict[str, dict] = {}
+    texts = {}
     for path in sorted(tmp_path.rglob("events*")):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
-                scalars.setdefault(f"{path.parent.name}/{value.tag}", {})[event.step] = float(
-                    tf.make_ndarray(value.tensor).sum()
-                )
+                content = tf.make_ndarray(value.tensor)
+                if value.metadata.plugin_data.plugin_name == "text":
+                    texts[f"{path.parent.name}/{value.tag}", event.step] = content.item().decode()
+                else:
+                    tag = scalars.setdefault(f"{path.parent.name}/{value.tag}", {})
+                    tag[event.step] = float(content.sum())
     assert {"train/epoch_loss", "validation/epoch_loss"} <= set(scalars)
     for name in ("examples_per_second", "step_milliseconds", "input_wait"):
         assert set(scalars[f"train/speed/{name}"]) == {0, 1}, name
@@ -298,6 +302,13 @@ def test_tensorboard_writes_results_and_speed(one_device, tmp_path):
         shares = [scalars[f"train/goodput/{name}"][epoch] for name in CATEGORIES]
         assert sum(shares) == pytest.approx(1.0, abs=1e-3)
         assert scalars["train/goodput/training"][epoch] > 0
+        figure, *_, first, second, third = texts.pop(("train/goodput/losses", epoch)).splitlines()
+        assert figure.startswith(f"Goodput {100 * shares[0]:.1f} % of ")
+        assert {line.split("|")[1].strip() for line in (first, second, third)} <= set(REMEDIES)
+        largest = first.split("|")
+        assert float(largest[3].rstrip("% ")) == pytest.approx(100 * max(shares[1:]), abs=0.06)
+        assert largest[4].strip() == REMEDIES[largest[1].strip()]
+    assert not texts
 
 
 def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
