@@ -153,18 +153,23 @@ def test_training_on_several_hosts_survives_the_loss_of_one(tmp_path, undisturbe
     assert len(faults) == 2
 
 
-def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undisturbed):
-    """Each agent holds the snapshots of its task, and ends with its host."""
+def start_on_hosts(launch, plan, save_freq):
+    """Start a launch on two hosts, each with an agent that holds the snapshots of its task."""
     launch.bound = TIMEOUT_S
     (launch.directory / "ssh").write_text(SSH)
     (launch.directory / "ssh").chmod(0o755)
     launch.start(
         *("--on", "ssh", "--ssh-command", str(launch.directory / "ssh")),
         *("--hosts=127.0.1.1,127.0.1.2", "--restarts", "9", "--hang-timeout", "120"),
-        *("--chaos", "kill chief@step=7; stop worker:1@step=14"),
-        command=(SCRIPT, ".", "100000", "zero"),
+        *("--chaos", plan),
+        command=(SCRIPT, ".", save_freq, "zero"),
         environ=QUIET,
     )
+
+
+def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undisturbed):
+    """Each agent holds the snapshots of its task, and ends with its host."""
+    start_on_hosts(launch, "kill chief@step=7; stop worker:1@step=14", "100000")
     path = str(launch.directory / "runs" / "latest")
     wait(lambda: len([line for line in read_journal(path) if line["event"] == EVENT]) == 2)
     (agent,) = [
@@ -181,6 +186,33 @@ def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undis
     assert {(line["path"], line["attempt"]) for line in restored} == {("memory", 1), ("memory", 2)}
     assert {line["total"] for line in restored if line["attempt"] == 2} <= {12, 14}
     assert not launch.wait_for_nobody(30.0)
+
+
+def test_the_disk_is_used_if_all_memory_is_lost(launch, undisturbed):
+    """A worker dies with the servers of both hosts, and so with the copies of all parts."""
+    before = shared_memory()
+    start_on_hosts(launch, "stop worker:1@step=17", "6")
+    path = str(launch.directory / "runs" / "latest")
+
+    def lines(event):
+        return [line for line in read_journal(path) if line["event"] == event]
+
+    wait(lambda: lines(EVENT) and any(line["total"] == 12 for line in lines("saved")))
+    # Step 14 is in memory: the save of step 16 waited for that.
+    lost = servers(launch)
+    assert len(lost) == 2
+    assert all(map(holds, lost))
+    for pid in (*lost, launch.pid_of("worker:1")):
+        os.kill(pid, signal.SIGKILL)
+    code, _, err = launch.finish()
+    assert code == 0, err[-6000:]
+    check_equal(launch.directory, undisturbed("zero"))
+    restored = lines("restored")
+    assert [(line["attempt"], line["total"]) for line in restored] == [(1, 12)] * 2
+    (saved,) = [line for line in lines("saved") if line["total"] == 12 and line["attempt"] == 0]
+    assert {line["path"] for line in restored} == {saved["path"]}
+    assert not launch.wait_for_nobody(30.0)
+    assert shared_memory() <= before
 
 
 def test_killed_server_costs_the_snapshot_in_memory_only(launch):
