@@ -29,7 +29,7 @@ help:
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
 	@echo "make soak         twenty minutes with thirty kills: goodput, and threads, files and memory stay flat"
-	@echo "make bench        measure what fit, one device, XLA, policies, shards, embeddings, stages, parameter servers, failures, step breakdown, input, images, the largest batch and many tasks cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, one device, XLA, policies, shards, embeddings, stages, parameter servers, failures, snapshots, step breakdown, input, images, the largest batch and many tasks cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make dist-check   build wheel and sdist, install each in a new environment, and use it"
 	@echo "make clean        remove what these made, but for runs/"
@@ -75,13 +75,13 @@ test-matrix: | .venv/bin/python
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/fit_overhead.py; fit=$$?; $(BIN)/python benchmarks/parameter_server.py; servers=$$?; \
-	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/snapshots.py; snapshots=$$?; $(BIN)/python benchmarks/step_breakdown.py; step_breakdown=$$?; \
+	  $(BIN)/python benchmarks/recovery.py; recovery=$$?; $(BIN)/python benchmarks/snapshots.py; snapshots=$$?; $(BIN)/python benchmarks/survivors.py; survivors=$$?; $(BIN)/python benchmarks/step_breakdown.py; step_breakdown=$$?; \
 	  $(BIN)/python benchmarks/pipeline_parallel.py; pipeline_parallel=$$?; $(BIN)/python benchmarks/sync.py; sync=$$?; $(BIN)/python benchmarks/updates.py; updates=$$?; $(BIN)/python benchmarks/xla.py; xla=$$?; $(BIN)/python benchmarks/sharding.py; sharding=$$?; $(BIN)/python benchmarks/allreduce.py; allreduce=$$?; $(BIN)/python benchmarks/allreduce.py --hosts; hosts=$$?; \
 	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
 	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
 	  $(BIN)/python benchmarks/one_device.py; one_device=$$?; $(BIN)/python benchmarks/scale.py; scale=$$?; $(BIN)/python benchmarks/engines.py; engines=$$?; \
 	  $(BIN)/python benchmarks/imagenet.py; imagenet=$$?; $(BIN)/python benchmarks/embedding.py; embedding=$$?; $(BIN)/python benchmarks/largest_batch.py; largest_batch=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((hosts | embedding | largest_batch | imagenet | one_device | scale | allreduce | engines | pipeline_parallel | sync | updates | xla | sharding | fit | servers | recovery | snapshots | step_breakdown | scaling))
+	  $(BIN)/python benchmarks/input.py && exit $$((hosts | embedding | largest_batch | imagenet | one_device | scale | allreduce | engines | pipeline_parallel | sync | updates | xla | sharding | fit | servers | recovery | snapshots | survivors | step_breakdown | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py
