@@ -29,7 +29,7 @@ help:
 	@echo "make notebooks    execute the notebooks and save their outputs; on a machine that does nothing else"
 	@echo "make docs         the documentation as a site in build/site, with warnings as errors; needs no network"
 	@echo "make soak         twenty minutes with thirty kills: goodput, and threads, files and memory stay flat"
-	@echo "make bench        measure what fit, one device, XLA, policies, shards, embeddings, stages, parameter servers, failures, snapshots, step breakdown, input, images, the largest batch and many tasks cost, write benchmarks/reports"
+	@echo "make bench        measure what fit, one device, XLA, policies, shards, embeddings, stages, parameter servers, failures, snapshots, step breakdown, input, images, the largest batch, many tasks and growing memory cost, write benchmarks/reports"
 	@echo "make chaos        kill trainings some ninety times, at random moments"
 	@echo "make dist-check   build wheel and sdist, install each in a new environment, and use it"
 	@echo "make clean        remove what these made, but for runs/"
@@ -80,8 +80,8 @@ bench: .venv/installed-bench
 	  $(BIN)/tfdist bench --config=configs/digits.py --workers 1,2 --strategies $(SCALED) --rounds 3 --steps 100 --out runs/scaling \
 	    && cp runs/scaling/bench.md benchmarks/reports/scaling.md && cp runs/scaling/bench.json benchmarks/reports/scaling.json; scaling=$$?; \
 	  $(BIN)/python benchmarks/one_device.py; one_device=$$?; $(BIN)/python benchmarks/scale.py; scale=$$?; $(BIN)/python benchmarks/engines.py; engines=$$?; \
-	  $(BIN)/python benchmarks/imagenet.py; imagenet=$$?; $(BIN)/python benchmarks/embedding.py; embedding=$$?; $(BIN)/python benchmarks/largest_batch.py; largest_batch=$$?; \
-	  $(BIN)/python benchmarks/input.py && exit $$((hosts | embedding | largest_batch | imagenet | one_device | scale | allreduce | engines | pipeline_parallel | sync | updates | xla | sharding | fit | servers | recovery | snapshots | survivors | step_breakdown | scaling))
+	  $(BIN)/python benchmarks/imagenet.py; imagenet=$$?; $(BIN)/python benchmarks/embedding.py; embedding=$$?; $(BIN)/python benchmarks/largest_batch.py; largest_batch=$$?; $(BIN)/python benchmarks/memory_growth.py; growth=$$?; \
+	  $(BIN)/python benchmarks/input.py && exit $$((hosts | growth | embedding | largest_batch | imagenet | one_device | scale | allreduce | engines | pipeline_parallel | sync | updates | xla | sharding | fit | servers | recovery | snapshots | survivors | step_breakdown | scaling))
 
 notebooks: .venv/installed-notebooks
 	$(BIN)/python notebooks/execute.py

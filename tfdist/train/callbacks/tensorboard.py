@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.config import nearest, step_range
@@ -165,13 +166,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_train_batch_end(self, batch, logs=None):
         """See `keras.callbacks.Callback`."""
-        super().on_train_batch_end(batch, named_scalars(logs) if isinstance(logs, dict) else logs)
+        super().on_train_batch_end(batch, _scalars(logs) if isinstance(logs, dict) else logs)
         if self.profile is not None:
             self.profile.after(batch)
 
     def on_epoch_end(self, epoch, logs=None):
         """See `keras.callbacks.Callback`."""
-        super().on_epoch_end(epoch, named_scalars(logs or {}))
+        super().on_epoch_end(epoch, _scalars(logs or {}))
         if self._graph_due:
             self._graph_due = False
             self._write_operations()
@@ -189,13 +190,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
         for writer in self.own_writers:
             # Keras records only every `update_freq` steps; the epoch may end at another step.
             with writer.as_default(), tf.summary.record_if(True):
-                tf.summary.scalar(
-                    "speed/examples_per_second", done["examples"] / seconds, step=epoch
-                )
-                tf.summary.scalar(
-                    "speed/step_milliseconds", 1e3 * seconds / done["steps"], step=epoch
-                )
-                tf.summary.scalar("speed/input_wait", done["input_seconds"] / seconds, step=epoch)
+                for name, value in {
+                    "speed/examples_per_second": done["examples"] / seconds,
+                    "speed/step_milliseconds": 1e3 * seconds / done["steps"],
+                    "speed/input_wait": done["input_seconds"] / seconds,
+                }.items():
+                    tf.summary.scalar(name, np.float32(value), step=epoch)
         if not self.follows:
             self._write_goodput(epoch)
 
@@ -203,12 +203,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
         goodput = so_far(self._journal, self._launched.attempt, time_account().state())
         with self.own_writers[0].as_default(), tf.summary.record_if(True):
             for name, seconds in goodput.seconds.items():
-                tf.summary.scalar(f"goodput/{name}", seconds / goodput.wall, step=epoch)
+                tf.summary.scalar(f"goodput/{name}", np.float32(seconds / goodput.wall), step=epoch)
             tf.summary.text("goodput/losses", goodput.markdown(), step=epoch)
 
     def on_test_end(self, logs=None):
         """See `keras.callbacks.Callback`."""
-        super().on_test_end(named_scalars(logs or {}))
+        super().on_test_end(_scalars(logs or {}))
 
     def _worker_directory(self) -> str | None:
         """Return the directory in which this worker writes its own logs, or None.
@@ -244,6 +244,11 @@ class TensorBoard(keras.callbacks.TensorBoard):
     def _stats(self) -> dict[str, float]:
         stats = getattr(self.model.train_function, "stats", None)
         return {} if stats is None else dict(vars(stats))
+
+
+def _scalars(logs: Mapping[str, Any]) -> dict[str, np.float32]:
+    """Return logs as NumPy's numbers; TensorFlow keeps tensors of Python's for ever (#68196)."""
+    return {name: np.float32(value) for name, value in named_scalars(logs).items()}
 
 
 def _forward_pass(model: keras.Model) -> tf.Graph | None:
