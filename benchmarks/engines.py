@@ -375,9 +375,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--notes", default="", help="sentence for the report, such as what else was running"
     )
-    add_options(parser, ROUNDS, "not used")
+    add_options(parser, ROUNDS)
     args = parser.parse_args(argv)
-    fill_options(args, ROUNDS, quick_steps=1)
+    fill_options(args, ROUNDS)
     args.engines = args.engines or (["local_fresh"] if args.quick else list(ENGINES))
     return args
 

@@ -35,7 +35,7 @@ from common.report import (
 )
 
 ROUNDS = 1
-TRAININGS = 45  # a third is not counted
+TRAININGS = 30  # a third is not counted
 EPOCHS_EACH = 6  # epochs of the long training for each short one
 STOCK = "tf.distribute.MirroredStrategy"
 WAYS = (

@@ -1,35 +1,31 @@
-"""Measure the time until launches with killed workers train again, and the cost of saves in `fit`.
+"""Measure the time until launches with killed workers train again.
 
     # All parts, writes benchmarks/reports/recovery.{md,json}.
     python benchmarks/recovery.py
-    # One launch of each kind and a few steps, writes nothing.
+    # One launch of each kind, writes nothing.
     python benchmarks/recovery.py --quick
 
 Each round is two launches of two workers with a chaos plan, whose journals have the times: one with
-standby processes, one without, in alternating order. Saves are measured by processes that stay
-alive, of which one group runs at a time; short fits of every `save_freq` take turns, each second
-turn in reverse order, and ratios are taken between fits that follow each other.
+standby processes, one without, in alternating order. `snapshots.py` measures what saves cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 
-from common.processes import Processes, ProcessFailed, run_main
-from common.recovery_worker import Job, serve
+from common.processes import ProcessFailed, run_main
 from common.report import (
     add_options,
     begin,
     conclude,
-    cores,
     fill_options,
     heading,
     row,
@@ -38,15 +34,11 @@ from common.report import (
     verdict,
 )
 
-from tfdist import ClusterSpec
 from tfdist.runtime.launch_protocol import read_journal
 
 ROUNDS = 3
-STEPS = 24  # of an epoch
 SAVE_FREQ = 10  # steps
 EPOCHS = 5  # of a launch
-SAVE_EPOCHS = 10  # of a timed fit
-FITS = 4  # of each kind in a round: short ones, so that both sides of a ratio meet the same machine
 HANG_TIMEOUT_S = 5
 HANG_BOUND_S = (
     HANG_TIMEOUT_S + 2.0
@@ -76,19 +68,12 @@ STAGES = (
     ("restored", "restoring", "ours"),
     ("stepping", "tracing, first step", "TensorFlow's"),
 )
-FREQUENCIES = {
-    "none": "no backups",
-    str(SAVE_FREQ): f"save_freq={SAVE_FREQ}",
-    "epoch": 'save_freq="epoch"',
-}
 LARGE = {"resnet50": "ResNet-50, 32 x 32", "transformer": "transformer, 12 layers of 128"}
 KINDS = {"standby": 2, "fresh": 0}  # standby processes
 DETECTION_S = 1.0
 RECOVERY_S = 2.0
 OWN_S = 0.5
-COST = 0.05  # share of throughput
 Recoveries = dict[str, dict[str, list["Recovery"]]]
-Saves = dict[int, dict[str, list[tuple[float, float]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,42 +83,6 @@ class Recovery:
     fault: str
     stages: dict[str, float]
     lost: int
-
-
-class Team(Processes):
-    """Run the workers that time `fit`.
-
-    Args:
-        workers: Number of workers.
-        cores: Cores that they share.
-        directory: For their output and their backups.
-        timeout: Seconds that any answer may take.
-    """
-
-    def __init__(self, workers: int, cores: list[int], directory: pathlib.Path, timeout: float):
-        super().__init__(f"{workers} workers", directory, timeout)
-        cluster = ClusterSpec.local(workers)
-        jobs = [
-            Job(
-                cluster.for_task("worker", rank),
-                rank,
-                cores[rank::workers],
-                str(directory / f"of-{workers}"),
-                timeout,
-            )
-            for rank in range(workers)
-        ]
-        self._workers = [self.start(f"fit-{workers}-worker-{job.rank}", serve, job) for job in jobs]
-        self.parameters = max(self.answers(self._workers, "build the model"))
-
-    def measure(self, save_freq: str, epochs: int) -> tuple[float, float]:
-        """Return seconds per epoch of the slowest worker, and seconds of CPU of all."""
-        self.order(self._workers, save_freq, epochs)
-        seconds, cpu = zip(
-            *self.answers(self._workers, f"run {epochs} epochs with save_freq {save_freq!r}"),
-            strict=True,
-        )
-        return max(seconds), sum(cpu)
 
 
 def launch(
@@ -280,31 +229,6 @@ def restart_large(rounds: int, timeout: float) -> Recoveries:
     return recoveries
 
 
-def save(rounds: int, epochs: int, cores: list[int], timeout: float) -> Saves:
-    """Return seconds and CPU seconds per epoch in each fit, by worker count and `save_freq`."""
-    saves: Saves = {}
-    for workers in (1, 2):
-        seconds = {key: [] for key in FREQUENCIES}
-        saves[workers] = seconds
-        with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-"))
-            team = Team(workers, cores, pathlib.Path(directory), timeout)
-            stack.callback(team.end)
-            for key in FREQUENCIES:  # traces
-                team.measure(key, 2)
-            for number in range(FITS * rounds):
-                for key in FREQUENCIES if number % 2 == 0 else reversed(FREQUENCIES):
-                    seconds[key].append(team.measure(key, epochs))
-                times = "  ".join(f"{key} {1e3 * seconds[key][-1][0]:.1f}" for key in FREQUENCIES)
-                print(
-                    f"{workers} workers, fit {number + 1} of {FITS * rounds}, ms per epoch: "
-                    f"{times}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    return saves
-
-
 def total(recovery: Recovery) -> float:
     """Return the seconds from the failure to the next step."""
     return sum(recovery.stages.values())
@@ -315,20 +239,16 @@ def ours(recovery: Recovery) -> float:
     return sum(recovery.stages[event] for event, _, whose in STAGES if whose == "ours")
 
 
-def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
-    """Compare figures with their bars: the worst of all rounds, but for saves the median ratio."""
-    by_fault = (
-        {name: [*recoveries["standby"][name], *recoveries["fresh"][name]] for name in FAULTS}
-        if recoveries
-        else {}
-    )
-    ready = (
-        [each for name in ("worker", "chief", "writing") for each in recoveries["standby"][name]]
-        if recoveries
-        else []
-    )
-    killed = [each for name in ("worker", "chief", "writing") for each in by_fault.get(name, [])]
-    within = [each for name in ("worker", "chief", "hung") for each in by_fault.get(name, [])]
+def judge(recoveries: Recoveries) -> list[dict]:
+    """Compare figures with their bars: the worst of all rounds, or the median."""
+
+    def of(*faults: str, kinds: Iterable[str] = KINDS) -> list[Recovery]:
+        known = [recoveries.get(kind, {}) for kind in kinds]
+        return [each for by_fault in known for name in faults for each in by_fault.get(name, ())]
+
+    ready = of("worker", "chief", "writing", kinds=["standby"])
+    killed = of("worker", "chief", "writing")
+    within = of("worker", "chief", "hung")
     rows: list[tuple[str, float | None, str, float]] = [
         (
             "detection of a dead process, s",
@@ -338,7 +258,7 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
         ),
         (
             "detection of a hung process, s",
-            max((each.stages["detected"] for each in by_fault.get("hung", [])), default=None),
+            max((each.stages["detected"] for each in of("hung")), default=None),
             "<=",
             HANG_BOUND_S,
         ),
@@ -361,16 +281,6 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
             SAVE_FREQ,
         ),
     ]
-    for workers, seconds in saved.items():
-        ratios = [
-            1 - none[0] / some[0]
-            for none, some in zip(seconds["none"], seconds[str(SAVE_FREQ)], strict=True)
-        ]
-        name = (
-            f"throughput lost by saves every {SAVE_FREQ} steps, {workers} "
-            f"worker{'s' * (workers > 1)}"
-        )
-        rows.append((name, statistics.median(ratios) if ratios else None, "<", COST))
     return [
         {
             "name": name,
@@ -382,11 +292,9 @@ def judge(recoveries: Recoveries, saved: Saves) -> list[dict]:
     ]
 
 
-def report(
-    recoveries: Recoveries, large: Recoveries, saved: Saves, verdicts: list[dict], facts: dict
-) -> str:
+def report(recoveries: Recoveries, large: Recoveries, verdicts: list[dict], facts: dict) -> str:
     """Return the report as Markdown."""
-    lines = heading("Recovery time after a failure, and cost of snapshots", facts)
+    lines = heading("Recovery time after a failure", facts)
     lines += [
         (
             "The CNN of `configs/digits.py`: 24 steps of 64 images an epoch. Medians over the "
@@ -483,34 +391,6 @@ def report(
             *(spread(list(map(ours, large[model][kind])), ".2f") for model, kind in columns),
             "",
         )
-    for workers, seconds in saved.items():
-        lines += [
-            "",
-            (
-                "## Saving, "
-                f"{'one worker on two cores' if workers == 1 else 'two workers, each on a core of its own'}"  # noqa: E501
-            ),
-            "",
-        ]
-        lines += table(
-            "backups", "steps/s", "throughput lost", "CPU ms per step", "CPU ms more per save"
-        )
-        for key, title in FREQUENCIES.items():
-            pairs = list(zip(seconds["none"], seconds[key], strict=True))
-            saves = STEPS / SAVE_FREQ if key.isdecimal() else 1
-            lost = spread([1 - a / b for (a, _), (b, _) in pairs], ".1%") if key != "none" else ""
-            more = (
-                spread([1e3 * (b - a) / saves for (_, a), (_, b) in pairs], ".1f")
-                if key != "none"
-                else ""
-            )
-            lines += row(
-                title,
-                spread([STEPS / s for s, _ in seconds[key]], ".1f"),
-                lost,
-                spread([1e3 * c / STEPS for _, c in seconds[key]], ".1f"),
-                more,
-            )
     return "\n".join(lines) + "\n"
 
 
@@ -519,18 +399,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         nargs="+",
-        choices=("recover", "large", "save"),
-        default=["recover", "large", "save"],
+        choices=("recover", "large"),
+        default=["recover", "large"],
         help="default: all",
     )
-    add_options(
-        parser,
-        ROUNDS,
-        f"timed epochs of {STEPS} steps per `save_freq` and round, default {SAVE_EPOCHS}",
-    )
+    add_options(parser, ROUNDS)
     args = parser.parse_args(argv)
-    fill_options(args, ROUNDS, quick_steps=2)
-    args.cores = cores(parser)
+    fill_options(args, ROUNDS)
     return args
 
 
@@ -540,13 +415,8 @@ def main(argv: list[str]) -> int:
     faults = ["worker"] if args.quick else list(FAULTS)
     recoveries = recover(faults, args.rounds, args.timeout) if "recover" in args.parts else {}
     large = restart_large(args.rounds, args.timeout) if "large" in args.parts else {}
-    saved = (
-        save(args.rounds, args.steps or SAVE_EPOCHS, args.cores, args.timeout)
-        if "save" in args.parts
-        else {}
-    )
-    verdicts = judge(recoveries, saved)
-    text = report(recoveries, large, saved, verdicts, facts)
+    verdicts = judge(recoveries)
+    text = report(recoveries, large, verdicts, facts)
     figures = {
         "recoveries": {
             kind: {name: list(map(dataclasses.asdict, values)) for name, values in each.items()}
@@ -556,7 +426,6 @@ def main(argv: list[str]) -> int:
             model: {kind: list(map(dataclasses.asdict, values)) for kind, values in each.items()}
             for model, each in large.items()
         },
-        "seconds_per_epoch": saved,
     }
     return conclude(args, "recovery", facts, verdicts, text, **figures)
 

@@ -65,6 +65,7 @@ TITLES = {
 SECRET = b"of the benchmark"
 COST = 0.02  # share of a step's time in which training stands still
 DISK_COST = 0.01  # of it for the saves on the disk beside those in memory
+THROUGHPUT_COST = 0.05  # share of the steps in a second; pauses of the calls are in it
 Kind = tuple[str, int]
 Costs = dict[Kind, list[Cost]]
 
@@ -198,15 +199,18 @@ def main(argv: list[str]) -> int:
         if megabytes:
             continue
         both, memory = (shares(costs, (kind, INTERVAL), "stall") for kind in ("both", "memory"))
+        slower = shares(costs, ("memory", INTERVAL), "seconds")
         more = [a - b for a, b in zip(both, memory, strict=True)]
+        every = TITLES["memory"].format(INTERVAL)
         for name, bar, found in (
-            (TITLES["memory"].format(INTERVAL), COST, memory),
-            (TITLES["both"].format(INTERVAL), COST, both),
-            ("of these on the disk", DISK_COST, more),
+            (f"stall, {every}", COST, memory),
+            (f"stall, {TITLES['both'].format(INTERVAL)}", COST, both),
+            ("stall, of these on the disk", DISK_COST, more),
+            (f"throughput lost, {every}", THROUGHPUT_COST, [x / (1 + x) for x in slower]),
         ):
             verdicts.append(
                 {
-                    "name": f"stall, {name}, {workers} workers",
+                    "name": f"{name}, {workers} workers",
                     "bar": bar,
                     "found": statistics.median(found),
                     "passed": statistics.median(found) <= bar,

@@ -1,6 +1,6 @@
 """Train the CNN of configs/digits.py in a worker.
 
-The worker notes when it has come how far, or times training with saves and without.
+The worker notes when it has come how far.
 
 tfdist launch --workers 2 -- \\
     benchmarks/common/recovery_worker.py DIRECTORY SAVE_FREQ EPOCHS STANDBYS [MODEL]
@@ -8,82 +8,16 @@ tfdist launch --workers 2 -- \\
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 
-from tfdist import ClusterSpec
 from tfdist.runtime.launch_protocol import Launched, Phase, note, progress, read_journal
 
 WAIT_S = 120
 LARGE_BATCH = 4
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "digits.py"
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Describe a worker process that times `fit`.
-
-    It knows its cluster, its place there, its cores, and a directory that all share.
-    """
-
-    cluster: ClusterSpec
-    rank: int
-    cores: list[int]
-    directory: str
-    timeout: float
-
-
-def serve(job: Job) -> tuple[int, Callable[[str, int], tuple[float, float]]]:
-    """Return the model's parameter count, and a function that measures an epoch.
-
-    The function takes the `save_freq` of backups, or "none", and returns seconds and CPU seconds.
-    """
-    os.sched_setaffinity(0, job.cores)  # before any framework counts cores and makes threads
-    import keras
-
-    import tfdist
-
-    alone = len(job.cluster.training_tasks) == 1
-    strategy = tfdist.make_strategy(
-        "one_device" if alone else "multi_worker_mirrored",
-        job.cluster,
-        "cpu",
-        start_timeout=job.timeout,
-    )
-    model, batches = _built(strategy)
-    fits = 0
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            self.ends = []
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.ends.append((time.perf_counter(), time.process_time()))
-
-    def measure(save_freq: str, epochs: int) -> tuple[float, float]:
-        nonlocal fits
-        fits += 1
-        clock = Clock()
-        where = os.path.join(job.directory, f"backup-{fits}")
-        backups = (
-            []
-            if save_freq == "none"
-            else [
-                tfdist.BackupAndRestore(
-                    where, int(save_freq) if save_freq.isdecimal() else save_freq
-                )
-            ]
-        )
-        model.fit(batches, epochs=epochs + 1, verbose=0, callbacks=[clock, *backups])
-        begin, cpu_before = clock.ends[0]
-        end, cpu = clock.ends[-1]
-        return (end - begin) / epochs, (cpu - cpu_before) / epochs
-
-    return model.count_params(), measure
 
 
 def main(

@@ -112,18 +112,19 @@ def _write(directory: pathlib.Path, name: str, text: str, document: dict) -> Non
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> None:
+def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str = "") -> None:
     """Add the arguments that every benchmark has.
 
     Args:
         parser: Parser to add the arguments to.
         rounds: The default of --rounds, for its help.
-        steps: The help of --steps.
+        steps: The help of --steps; "" (default) for a benchmark without it.
     """
     parser.add_argument(
         "--rounds", type=positive, help=f"rounds over all contenders, default {rounds}"
     )
-    parser.add_argument("--steps", type=positive, help=steps)
+    if steps:
+        parser.add_argument("--steps", type=positive, help=steps)
     parser.add_argument(
         "--timeout", type=positive, default=300, help="seconds that any wait may take, default 300"
     )
@@ -138,20 +139,20 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str) -> Non
 
 
 def fill_options(
-    args: argparse.Namespace, rounds: int, quick_steps: int, partial: bool = False
+    args: argparse.Namespace, rounds: int, quick_steps: int = 0, partial: bool = False
 ) -> None:
     """Fill in the defaults of arguments that were not given.
 
     Args:
         args: Arguments of the command line.
         rounds: The default of --rounds.
-        quick_steps: The default of --steps with --quick.
+        quick_steps: The default of --steps with --quick, 0 for a benchmark without it.
         partial: Whether only a part of the benchmark runs, which may not replace the whole report.
     """
     args.rounds = args.rounds or (1 if args.quick else rounds)
-    if args.quick:
+    if args.quick and quick_steps:
         args.steps = args.steps or quick_steps
-    elif args.out is None and not partial:
+    if not args.quick and args.out is None and not partial:
         args.out = pathlib.Path(__file__).parents[1] / "reports"
 
 

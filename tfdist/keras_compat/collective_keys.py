@@ -1,4 +1,4 @@
-"""Keys of collectives, of which TensorFlow would keep one for each call until the process ends."""
+"""Keys of collectives, without TensorFlow's cache, which would keep each of them."""
 
 from __future__ import annotations
 
