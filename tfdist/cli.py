@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 for success, 2 for a mistake on the command line, else the value that the
-        command returned.
+        command returned, or 141 if nobody reads the rest of its output (`tfdist ... | head`).
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS
@@ -95,4 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             return refuse("tfdist", error)
         return 0
-    return _GROUP(words)
+    try:
+        code = _GROUP(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        output = sys.stdout.fileno()
+        if not _is_unread(output):  # another pipe is broken
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python still flushes what is left
+        return 128 + signal.SIGPIPE
+
+
+def _is_unread(file: int) -> bool:
+    """Return whether a file descriptor leads to a pipe or socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(file, 0)
+    return bool(poll.poll(0))

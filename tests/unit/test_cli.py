@@ -100,6 +100,16 @@ def test_an_unknown_command(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_output_that_nobody_reads_ends_the_command_without_a_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        [sys.executable, "-m", "tfdist", "--help"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_no_command_shows_the_help(capsys):
     assert cli.main([]) == 2
     assert "commands:" in capsys.readouterr().out
