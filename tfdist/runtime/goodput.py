@@ -135,9 +135,13 @@ class Goodput:
 
 @dataclasses.dataclass
 class _Attempt:
-    """Seconds of an attempt by category, and the steps of its accounts."""
+    """Seconds of an attempt by category, and the steps of its accounts.
+
+    `failed_in` is the category of the time before the first step if the attempt failed, else "".
+    """
 
     seconds: dict[str, float]
+    failed_in: str = ""
     accounts: int = 0
     base: int = 0
     reached: int = 0
@@ -179,18 +183,22 @@ def measure(journals: Sequence[Sequence[Line]]) -> Goodput:
         if former_end is not None:
             whole["idle"] += max(0.0, journal[0]["time"] - former_end)
         former_end = max(line["time"] for line in journal)
-        for attempt in _attempts(journal, events, whole):
-            if not attempt.accounts:
-                unmeasured += sum(attempt.seconds.values())
-            attempts.append(attempt)
+        attempts += _attempts(journal, events, whole)
     lost_steps = _lose_steps(attempts)
+    without = [attempt for attempt in attempts if not attempt.accounts]
+    if len(without) < len(attempts):  # others train: those that failed had not come so far
+        for attempt in without:
+            if attempt.failed_in:
+                attempt.seconds[attempt.failed_in] = attempt.seconds["idle"]
+                attempt.seconds["idle"] = 0.0
+        without = [attempt for attempt in without if not attempt.failed_in]
     for attempt in attempts:
         for name, seconds in attempt.seconds.items():
             whole[name] += seconds
-    without = sum(not attempt.accounts for attempt in attempts)
     if without:
+        unmeasured = sum(sum(attempt.seconds.values()) for attempt in without)
         problems.append(
-            f"{without} of {len(attempts)} attempts have no time accounts, and count as idle: "
+            f"{len(without)} of {len(attempts)} attempts have no time accounts, and count as idle: "
             "they ran no fit under a strategy of tfdist, or an older version of it"
         )
     return Goodput(
@@ -387,9 +395,10 @@ def _attempt(
         ending: Category of the teardown.
     """
     whole = dict.fromkeys(CATEGORIES, 0.0)
+    failed_in = starting if failed else ""
     if not accounts:
         whole["idle"] = seconds
-        return _Attempt(whole)
+        return _Attempt(whole, failed_in)
     for fact in accounts:
         own = {name: float(fact[name]) for name in RECORDED if name != "startup"}
         tail = _TAILS.get(fact["phase"], "detection" if failed else "idle")
@@ -405,6 +414,7 @@ def _attempt(
     stepped = [fact for fact in accounts if fact["steps"]]
     return _Attempt(
         whole,
+        failed_in,
         len(accounts),
         base=min((int(fact["base"]) for fact in stepped), default=0),
         reached=max((int(fact["reached"]) for fact in stepped), default=0),

@@ -186,6 +186,17 @@ def test_attempts_without_accounts_are_named():
     assert goodput.problems[0].startswith("2 of 2 attempts have no time accounts")
 
 
+def test_attempt_that_fails_before_it_trains_is_part_of_a_restart():
+    killed = attempt(1, 12, 20, detected=19)
+    trained = account(steps=5, reached=5, training=8.0)
+    lines = journal(*attempt(0, 0, 10, trained), *killed, *attempt(2, 21, 30, trained))
+    goodput = measure([lines])
+    assert goodput.problems == ()
+    assert goodput.unmeasured == 0
+    assert goodput.seconds["restart"] >= 2 + 8 + 1
+    assert goodput.wall == pytest.approx(30)
+
+
 @pytest.mark.parametrize("journals", [[], [[]], [journal((0, "launch", {"chaos": None}))]])
 def test_no_attempt(journals):
     goodput = measure(journals)
