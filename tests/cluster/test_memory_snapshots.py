@@ -72,6 +72,32 @@ def check_equal(directory, whole):
     assert (directory / "log.csv").read_text() == (whole / "log.csv").read_text()
 
 
+def check_resumed(journal, attempts=()):
+    """Check that each fault cost the steps of an interval, as tasks resumed from memory.
+
+    Args:
+        journal: Lines of the journals of all hosts.
+        attempts: Attempts in which both tasks resumed, each after a fault; () for any.
+    """
+    restored = [line for line in journal if line["event"] == "restored"]
+    assert {line["path"] for line in restored} == {"memory"}
+    if attempts:
+        assert sorted(line["attempt"] for line in restored) == sorted([*attempts, *attempts])
+        assert len([line for line in journal if line["event"] == EVENT]) == len(attempts)
+    for fault in [line for line in journal if line["event"] == EVENT and line["total"]]:
+        later = [line["total"] for line in restored if line["attempt"] == fault["attempt"] + 1]
+        assert all(fault["total"] - 2 * FREQ <= total <= fault["total"] for total in later)
+
+
+def has_stopped(path):
+    """Return whether the second fault of a launch, a stop, was injected.
+
+    Args:
+        path: Log directory of the launch.
+    """
+    return len([line for line in read_journal(path) if line["event"] == EVENT]) == 2
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Return a function that returns the directory of a training without faults."""
@@ -92,13 +118,9 @@ def test_killed_workers_resume_from_memory_with_equal_results(strategy, launch, 
     journal = train(launch, strategy, "--chaos", plan)
     check_equal(launch.directory, whole)
     assert len([line for line in journal if line["event"] == EVENT]) == 4
-    restored = [line for line in journal if line["event"] == "restored"]
-    assert {line["path"] for line in restored} == {"memory"}
     # No snapshot went to the disk in between, and no fault cost more than the steps of an interval.
     assert {line["total"] for line in journal if line["event"] == "saved"} == {0, EPOCHS * STEPS}
-    for fault in [line for line in journal if line["event"] == EVENT and line["total"]]:
-        later = [line["total"] for line in restored if line["attempt"] == fault["attempt"] + 1]
-        assert all(fault["total"] - 2 * FREQ <= total <= fault["total"] for total in later)
+    check_resumed(journal)
 
 
 def test_training_on_several_hosts_survives_the_loss_of_one(tmp_path, undisturbed):
@@ -143,14 +165,7 @@ def test_training_on_several_hosts_survives_the_loss_of_one(tmp_path, undisturbe
     assert not hosts["b"].wait_for_nobody(30.0)
     assert shared_memory() <= before
     hosts["b"].finish()
-    restored = [line for name in "abc" for line in journal(name) if line["event"] == "restored"]
-    assert {(line["path"], line["attempt"]) for line in restored} == {("memory", 1), ("memory", 2)}
-    faults = [line for name in "abc" for line in journal(name) if line["event"] == EVENT]
-    for fault in faults:
-        later = [line["total"] for line in restored if line["attempt"] == fault["attempt"] + 1]
-        assert len(later) == 2
-        assert all(fault["total"] - 2 * FREQ <= total <= fault["total"] for total in later)
-    assert len(faults) == 2
+    check_resumed([line for name in "abc" for line in journal(name)], attempts=(1, 2))
 
 
 def start_on_hosts(launch, plan, save_freq):
@@ -171,7 +186,7 @@ def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undis
     """Each agent holds the snapshots of its task, and ends with its host."""
     start_on_hosts(launch, "kill chief@step=7; stop worker:1@step=14", "100000")
     path = str(launch.directory / "runs" / "latest")
-    wait(lambda: len([line for line in read_journal(path) if line["event"] == EVENT]) == 2)
+    wait(lambda: has_stopped(path))
     (agent,) = [
         pid
         for pid in launch.living()
@@ -182,9 +197,7 @@ def test_a_task_on_a_host_of_ssh_resumes_from_the_copy_of_its_rows(launch, undis
     code, _, err = launch.finish()
     assert code == 0, err[-6000:]
     check_equal(launch.directory, undisturbed("zero"))
-    restored = [line for line in read_journal(path) if line["event"] == "restored"]
-    assert {(line["path"], line["attempt"]) for line in restored} == {("memory", 1), ("memory", 2)}
-    assert {line["total"] for line in restored if line["attempt"] == 2} <= {12, 14}
+    check_resumed(read_journal(path), attempts=(1, 2))
     assert not launch.wait_for_nobody(30.0)
 
 

@@ -13,11 +13,23 @@ import time
 
 import pytest
 
+from tests.cluster.test_memory_snapshots import (
+    QUIET,
+    SCRIPT,
+    check_equal,
+    check_resumed,
+    command_line,
+    has_stopped,
+    train,
+    wait,
+)
 from tests.engines import ray_cluster
 from tests.engines.ray_cluster import parent
 from tests.engines.task_scripts import BEAT, SAVE, SLOW
+from tests.forkserver import environ_of
 from tests.launches import Launch
 from tests.processes import ROOT, is_gone
+from tfdist.runtime.launch_protocol import read_journal
 
 ONCE = """
 print("agent", os.getppid(), flush=True)
@@ -334,3 +346,44 @@ def test_digits_resume_after_a_killed_task_actor_and_node(launch, cluster, digit
         timeout=120,
     )
     assert report.returncode == 0, report.stdout + report.stderr
+
+
+@pytest.mark.timeout(900)  # four starts of TensorFlow in two processes each
+def test_training_resumes_from_the_memory_of_its_nodes(launch, cluster, tmp_path_factory):
+    """A killed worker resumes from memory, and then a lost node's rows come from the other one."""
+    whole = Launch(tmp_path_factory.mktemp("undisturbed"))
+    train(whole, "zero")
+    launch.start(
+        *("--workers=2", "--placement-strategy=STRICT_SPREAD", "--restarts=2"),
+        *("--hang-timeout=120", "--chaos=kill worker:1@step=7; stop worker:0@step=14"),
+        *(f"--env={name}={value}" for name, value in QUIET.items()),
+        command=(SCRIPT, ".", "100000", "zero"),
+    )
+    logs = str(launch.directory / "runs" / "latest")
+    wait(lambda: has_stopped(logs))
+    raylets = set(map(str, cluster.nodes.values()))
+    assert len(snapshot_servers(raylets)) == 2
+    lost = cluster.node_of(launch.pid_of("worker:0"))
+    cluster.lose_node(lost)
+    try:
+        code, out, err = launch.finish()
+    finally:
+        cluster.add_node(lost)
+    assert code == 0, out + err
+    check_equal(launch.directory, whole.directory)
+    check_resumed(read_journal(logs), attempts=(1, 2))
+    wait(lambda: not snapshot_servers(raylets))
+
+
+def snapshot_servers(raylets):
+    """Return the processes of some nodes of Ray that hold snapshots.
+
+    Args:
+        raylets: Process ids of the raylets of the nodes.
+    """
+    return [
+        pid
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if b"snapshot_process" in command_line(pid)
+        and environ_of(pid).get("RAY_RAYLET_PID") in raylets
+    ]

@@ -11,6 +11,16 @@ import time
 
 import pytest
 
+from tests.cluster.test_memory_snapshots import (
+    QUIET,
+    SCRIPT,
+    check_equal,
+    check_resumed,
+    has_stopped,
+    servers,
+    train,
+    wait,
+)
 from tests.engines import slurm_cluster, task_scripts
 from tests.engines.slurm_cluster import NODES
 from tests.engines.task_scripts import SAVE, SLOW
@@ -20,6 +30,7 @@ from tfdist.runtime.launch_protocol import read_journal
 
 BEAT = task_scripts.BEAT + 'restart = os.environ.get("SLURM_RESTART_COUNT", "0")\n'
 BOUND_S = 90
+TRAINING_S = 400  # of the training that is disturbed
 TASKS = ("worker:0", "ps:0")
 
 
@@ -247,38 +258,53 @@ def test_straggler_leaves_its_node_while_the_job_has_room_on_others(launch):
     assert [line["host"] for line in named] == [NODES[1], NODES[2]]
 
 
-def test_training_resumes_from_the_copy_of_a_lost_nodes_rows(launch, slurm):
-    """The optimizer's rows that the lost node held are in the memory of the other one."""
-    script = ROOT / "tests" / "cluster" / "scripts" / "chaotic.py"
-    launch.environ |= {"CHAOTIC_MEMORY": "2", "CHAOTIC_PACE": "0.3"}
-    code, job, err = launch.tfdist(
-        "submit",
-        "--workers=2",
-        "--nodes=3",
-        "--slurm-options=--ntasks=3 --ntasks-per-node=1",
-        *("--restarts=1", "--log-dir=logs", "--env=CHAOTIC_MEMORY", "--env=CHAOTIC_PACE", "--"),
-        *(str(script), str(launch.directory), "100000", "zero"),
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the directory of a training on this machine without faults."""
+    whole = Launch(tmp_path_factory.mktemp("undisturbed"))
+    train(whole, "zero")
+    return whole.directory
+
+
+@pytest.mark.timeout(600)  # three starts of TensorFlow in two processes each
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        ("launch", 0),  # the chief is on the node that is lost
+        ("submit", 1),  # the launcher is on the other one
+    ],
+)
+def test_training_resumes_from_the_memory_of_its_nodes(launch, slurm, undisturbed, how, lost):
+    """A killed worker resumes from memory, and then a lost node's rows come from the other one."""
+    launch.bound = TRAINING_S
+    flags = (
+        *("--workers=2", "--nodes=3", "--slurm-options=--ntasks=3 --ntasks-per-node=1"),
+        *("--restarts=2", "--hang-timeout=120", "--log-dir=launches"),
+        f"--chaos=kill worker:{1 - lost}@step=7; stop worker:{lost}@step=14",
+        *(f"--env={name}={value}" for name, value in QUIET.items()),
     )
-    assert code == 0, err
-
-    def events(name):
-        lines = read_journal(str(launch.directory / "logs" / "start-0"))
-        return [line for line in lines if line["event"] == name]
-
-    end = time.monotonic() + BOUND_S
-    while not events("stepping"):
-        assert time.monotonic() < end, f"{launch.output(job.strip())}\n{slurm.log()}"
-        time.sleep(0.1)
-    time.sleep(2.0)  # some six steps
-    slurm.lose_node(NODES[1])
-    (launch.directory / "hurry").touch()
+    command = (SCRIPT, str(launch.directory), "100000", "zero")
+    if how == "launch":
+        logs = launch.directory / "launches"
+        launch.start(*flags, command=command)
+    else:
+        logs = launch.directory / "launches" / "start-0"
+        code, job, err = launch.tfdist("submit", *flags, "--", *command)
+        assert code == 0, err
+    wait(lambda: has_stopped(str(logs)))
+    assert len(servers(launch)) == 2
+    slurm.lose_node(NODES[lost])
     try:
-        state, code, text = launch.finish_job(job.strip())
+        if how == "launch":
+            code, out, err = launch.finish()
+        else:
+            _, code, out = launch.finish_job(job.strip(), TRAINING_S)
     finally:
-        slurm.return_node(NODES[1])
-    assert (state, code) == ("COMPLETED", 0), text
-    assert [line["path"] for line in events("restored")] == ["memory"] * 2, text
-    assert all(line["total"] >= 2 for line in events("restored"))
+        slurm.return_node(NODES[lost])
+    assert code == 0, out + err
+    check_equal(launch.directory, undisturbed)
+    check_resumed(read_journal(str(logs)), attempts=(1, 2))
+    assert not launch.wait_for_nobody(30.0)
 
 
 def test_spare_node_of_a_job_takes_the_place_of_a_lost_one(launch, slurm):
