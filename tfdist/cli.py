@@ -88,7 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         tfdist ...
         0
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # of --help
+            _flush()
+            raise
+        _flush()
+        return code
+    except BrokenPipeError:
+        if sys.stdout is None or not _is_unread(sys.stdout.fileno()):  # another pipe is broken
+            raise
+        # Python flushes what is left once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print("tfdist", tfdist.__version__)
         return 0
@@ -98,16 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             return refuse("tfdist", error)
         return 0
-    try:
-        code = _GROUP(words)
+    return _GROUP(words)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it was not closed from the beginning
         sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        output = sys.stdout.fileno()
-        if not _is_unread(output):  # another pipe is broken
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python still flushes what is left
-        return 128 + signal.SIGPIPE
 
 
 def _is_unread(file: int) -> bool:

@@ -32,6 +32,6 @@ if me == "worker:0":
     host = addresses[1].rpartition(":")[0]
     note(log_dir, "saved", total=3, path="s", task=me)
     note(log_dir, "straggler", task="worker:1", attempt=int(attempt), host=host, slower=1.5)
-train(60 if attempt == "0" else 3)
+train(60 if attempt == "0" else 10)
 """
 )

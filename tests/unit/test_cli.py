@@ -100,14 +100,29 @@ def test_an_unknown_command(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_output_that_nobody_reads_ends_the_command_without_a_traceback():
+@pytest.mark.parametrize("words", ["--help", "--version", "--completion bash"])
+def test_output_that_nobody_reads_ends_the_command_without_a_traceback(words):
     read, write = os.pipe()
     os.close(read)
     run = subprocess.run(
-        [sys.executable, "-m", "tfdist", "--help"], stdout=write, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tfdist", *words.split()],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(write)
     assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_closed_output_changes_no_exit_code():
+    run = subprocess.run(
+        ["sh", "-c", '"$0" -m tfdist goodput /nowhere >&-', sys.executable],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.returncode == 2
+    assert "/nowhere" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_no_command_shows_the_help(capsys):

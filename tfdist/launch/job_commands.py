@@ -9,12 +9,13 @@ import sys
 from tfdist.launch.engines import schedulers
 from tfdist.launch.terminal_text import printable
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
-from tfdist.runtime.launch_protocol import TRANSIENT_CODE
+from tfdist.runtime.launch_protocol import TRANSIENT_CODE, take_token
 
 EXIT_CODES = {**COMMON_EXIT_CODES, TRANSIENT_CODE: "the scheduler does not answer"}
 
 
 def _jobs(flags: argparse.Namespace, words: list[str]) -> int:
+    take_token()
     with usage_errors():
         found = schedulers.find(flags.on).jobs()
     rows = [("JOB", "STATE", "NAME", "TIME", "WHERE"), *map(dataclasses.astuple, found)]
@@ -26,6 +27,8 @@ def _jobs(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def _logs(flags: argparse.Namespace, words: list[str]) -> int:
+    take_token()
+
     def show(text: str) -> None:
         sys.stdout.write(printable(text, colour=sys.stdout.isatty()))
         sys.stdout.flush()
@@ -39,6 +42,7 @@ def _logs(flags: argparse.Namespace, words: list[str]) -> int:
 
 
 def _cancel(flags: argparse.Namespace, words: list[str]) -> int:
+    take_token()
     with usage_errors():
         schedulers.find(flags.on).cancel(flags.job)
     return 0

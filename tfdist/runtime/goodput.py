@@ -137,7 +137,8 @@ class Goodput:
 class _Attempt:
     """Seconds of an attempt by category, and the steps of its accounts.
 
-    `failed_in` is the category of the time before the first step if the attempt failed, else "".
+    `failed_in` is the category of the time before the first step if the attempt failed in that
+    time, else "".
     """
 
     seconds: dict[str, float]
@@ -339,6 +340,10 @@ def _attempts(
             end - start,
             0.0 if detected is None else max(0.0, end - detected),
             failed=detected is not None,
+            began=any(
+                x["event"] == "stepping" and x.get("attempt") == own[0][1]["attempt"]
+                for x in journal
+            ),
             preempted=PREEMPTED_CODE in _codes(ended),
             starting="restart" if count else "startup",
             ending="restart" if followed else "idle",
@@ -379,6 +384,7 @@ def _attempt(
     teardown: float,
     *,
     failed: bool,
+    began: bool,
     preempted: bool,
     starting: str,
     ending: str,
@@ -390,12 +396,13 @@ def _attempt(
         seconds: Time of the attempt.
         teardown: Time from the detection of a failure to its end.
         failed: Whether a failure was detected.
+        began: Whether its tasks made a step.
         preempted: Whether the tasks were asked to end.
         starting: Category of the time before the first step.
         ending: Category of the teardown.
     """
     whole = dict.fromkeys(CATEGORIES, 0.0)
-    failed_in = starting if failed else ""
+    failed_in = starting if failed and not began else ""
     if not accounts:
         whole["idle"] = seconds
         return _Attempt(whole, failed_in)

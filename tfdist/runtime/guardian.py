@@ -24,9 +24,12 @@ class Guardian:
     """
 
     def __init__(self):
+        from tfdist.runtime.launch_protocol import environment  # not there with -S
+
         # -I -S: without site-packages it starts in some 10 ms and does not depend on user code.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__)],
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # it outlives the command: no reader may wait for it
             stderr=subprocess.DEVNULL,

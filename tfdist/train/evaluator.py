@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.backup import state
@@ -280,7 +281,7 @@ class _Report:
             with writer.as_default():
                 for name, value in scalars.items():
                     # TensorBoard shows this curve beside the chief's, which has the same name.
-                    tf.summary.scalar(f"epoch_{name}", value, step=epoch)
+                    tf.summary.scalar(f"epoch_{name}", np.float32(value), step=epoch)
             writer.flush()
 
     def close(self) -> None:

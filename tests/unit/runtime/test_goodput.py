@@ -195,6 +195,9 @@ def test_attempt_that_fails_before_it_trains_is_part_of_a_restart():
     assert goodput.unmeasured == 0
     assert goodput.seconds["restart"] >= 2 + 8 + 1
     assert goodput.wall == pytest.approx(30)
+    stepped = [*killed[:1], (15, "stepping", {"attempt": 1, "step": 1, "total": 6}), *killed[1:]]
+    lines = journal(*attempt(0, 0, 10, trained), *stepped, *attempt(2, 21, 30, trained))
+    assert "1 of 3 attempts have no time accounts" in measure([lines]).problems[0]
 
 
 @pytest.mark.parametrize("journals", [[], [[]], [journal((0, "launch", {"chaos": None}))]])

@@ -138,7 +138,7 @@ class Driver:
             elif kind == "place":
                 self._run(self._place(order["count"]))
             elif kind == "avoid":
-                self._run(self._avoid(order["bundle"]))
+                self._run(self._avoid(order["node"]))
             elif kind == "connect":
                 self._connect(order["id"], order["bundle"])
             elif order["id"] in self._actors:
@@ -217,13 +217,13 @@ class Driver:
             ],
         )
 
-    async def _avoid(self, number: int) -> None:
+    async def _avoid(self, node: str) -> None:
         """Reserve bundles on other nodes for the tasks of a node, for the next attempt.
 
         The former bundles stay reserved, because Ray cannot give back a part of a group.
 
         Args:
-            number: Number of a task on the node.
+            node: Identifier of the node. Its tasks may have left it already.
         """
         from ray.util.placement_group import (
             placement_group,
@@ -233,11 +233,15 @@ class Driver:
 
         strategy = self._options["strategy"]
         problem = ""
+        group: Any = None
         self._moves += 1
         try:
-            homes = self._homes([placement_group_table(group) for group in self._groups])
-            moved = [task for task, home in enumerate(homes) if home == homes[number]]
-            avoided = {*self._avoided, homes[number]}
+            homes = self._homes([placement_group_table(each) for each in self._groups])
+            moved = [task for task, home in enumerate(homes) if home == node]
+            if not moved:
+                self._send("avoided", text="")
+                return
+            avoided = {*self._avoided, node}
             excluded = avoided | (set(homes) if strategy == "STRICT_SPREAD" else set())
             selector = {NODE_LABEL: f"!in({','.join(sorted(excluded))})"}
             group = placement_group(
@@ -250,11 +254,13 @@ class Driver:
             while placement_group_table(group)["state"] != "CREATED" and not problem:
                 if time.monotonic() > end:
                     problem = f"Ray gave none within {AVOID_S:g} s"
-                    remove_placement_group(group)
                 await asyncio.sleep(POLL_S)
         except Exception as error:
             problem = one_line(error)
-        if not problem:
+        if problem and group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
+        elif not problem:
             self._avoided = avoided
             self._groups.append(group)
             for index, task in enumerate(moved):

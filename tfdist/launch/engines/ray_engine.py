@@ -102,7 +102,7 @@ class Ray:
         """See `Fleet.give_up`. Room on other nodes is reserved before the tasks end."""
         if self._driver is None or self._driver.ended:
             return False
-        self._driver.send("avoid", bundle=self._bundles[slot])
+        self._driver.send("avoid", node=slot.key.rpartition("/")[0])
         try:
             reply = self._wait("avoided", CONNECT_S, "Ray did not answer")
         except Interrupted:  # the launch ends anyhow

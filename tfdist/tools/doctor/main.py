@@ -18,7 +18,7 @@ from tfdist.cluster.handshake import hello_message, installed_versions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command
 from tfdist.runtime.formatting import printable
-from tfdist.runtime.launch_protocol import inherited
+from tfdist.runtime.launch_protocol import inherited, take_token
 from tfdist.tools.doctor import cluster, file_systems, frameworks, host, machine, rendering, runs
 from tfdist.tools.doctor.check_results import (
     CLUSTER,
@@ -59,6 +59,7 @@ class Diagnosis:
 
 
 def _diagnose(flags: argparse.Namespace, words: list[str]) -> int:
+    take_token()
     spec, members, wrong = find_cluster(flags.cluster, flags.task, flags.serve or flags.together)
     here = flags.workers or max(len(members), 1)
     trained = here if spec is None else max(len(spec.training_tasks), 1)
