@@ -4,6 +4,8 @@
     python benchmarks/one_device.py
     # A few steps of each, writes nothing.
     python benchmarks/one_device.py --quick
+    # Some models only, writes a report of its own.
+    python benchmarks/one_device.py --models mlp --out /tmp/one_device
 
 The processes of all frameworks stay alive while a model is measured, and take turns on one core;
 ratios are taken within a round. A first step is measured in new processes, where TensorFlow itself
@@ -21,7 +23,7 @@ import statistics
 import sys
 import tempfile
 
-from common.one_device_workers import FRAMEWORKS, INPUTS, Job, first_step, serve
+from common.one_device_workers import FRAMEWORKS, INPUTS, ON_BATCHES, Job, first_step, serve
 from common.processes import Processes, run_main
 from common.report import (
     add_options,
@@ -49,13 +51,18 @@ MODELS = {
 # Time under tfdist over that of another framework: of a step, and of `compile` and a first step.
 STEP_BAR = 1.0
 FIRST_BAR = 1.1
+SINGLE = {
+    "callback": "step of `fit` with a callback that reads the logs of each batch",
+    "train_on_batch": "`train_on_batch`, whose loss is read",
+}
 FIRST = {"process": "first step of a process", "model": "first step of another model"}
 
 
 def measure(model: Model, frameworks: list[str], args: argparse.Namespace) -> dict:
-    """Return CPU seconds per step, by input and framework, a list over the rounds."""
+    """Return CPU seconds per step, by kind of steps and framework, a list over the rounds."""
     steps = args.steps or model.steps
-    seconds: dict = {kind: collections.defaultdict(list) for kind in INPUTS}
+    kinds = *INPUTS, *ON_BATCHES
+    seconds: dict = {kind: collections.defaultdict(list) for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="one-device-") as directory:
         team = Processes(model.title, pathlib.Path(directory), args.timeout)
         try:
@@ -65,7 +72,7 @@ def measure(model: Model, frameworks: list[str], args: argparse.Namespace) -> di
             }
             team.answers(list(members.values()), "build the model")
             for number in range(-1, args.rounds):  # the first one traces
-                for kind in INPUTS:
+                for kind in kinds:
                     order = list(members.items())
                     for name, member in order if number % 2 else reversed(order):
                         team.order([member], kind, steps if number >= 0 else 2)
@@ -128,7 +135,7 @@ def report(results: dict, verdicts: list[dict], frameworks: list[str], facts: di
         lines += ["", f"## {MODELS[model].title}", ""]
         lines += table("CPU ms", *frameworks)
         for what, times in times_of.items():
-            label = FIRST.get(what, f"step, input from {what}")
+            label = {**FIRST, **SINGLE}.get(what, f"step, input from {what}")
             cells = [spread([1e3 * s for s in times[name]], ".2f") for name in frameworks]
             lines += row(label, *cells)
     lines += ["", "## Bars", "", *ratio_rows(verdicts, "ratio of CPU times")]
@@ -138,19 +145,22 @@ def report(results: dict, verdicts: list[dict], frameworks: list[str], facts: di
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        help="default: all. The report of some is only written with --out",
     )
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed steps per input and round, default: {defaults}")
     args = parser.parse_args(argv)
-    fill_options(args, ROUNDS, quick_steps=3)
+    fill_options(args, ROUNDS, quick_steps=3, partial=args.models is not None)
     args.cores = cores(parser)
     facts = begin("one_device.py", argv, args.rounds, **ONE_THREAD)
     frameworks = [
         name for name in FRAMEWORKS if name != "tf_keras" or importlib.util.find_spec("tf_keras")
     ]
     results: dict = {}
-    for key in args.models:
+    for key in args.models or MODELS:
         model = MODELS[key]
         results[key] = measure(model, frameworks, args)
         starts: dict = {what: collections.defaultdict(list) for what in FIRST}

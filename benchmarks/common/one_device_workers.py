@@ -17,6 +17,8 @@ from common.workers import EXAMPLES, Model, built, dataset, examples
 
 FRAMEWORKS = "tfdist", "keras", "tf_keras"
 INPUTS = "arrays", "tf.data", "generator"
+# Steps one by one, whose results Python reads: by a callback of `fit`, and from `train_on_batch`.
+ON_BATCHES = "callback", "train_on_batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Job:
 def serve(job: Job) -> tuple[int, Callable[..., tuple[float, float]]]:
     """Return the model's parameter count, and a function that measures steps of `fit`.
 
-    An order is an input of `INPUTS` and a number of steps; the answer is the CPU seconds and the
-    seconds per step.
+    An order is one of `INPUTS` or `ON_BATCHES`, and a number of steps; the answer is the CPU
+    seconds and the seconds per step.
     """
     keras, scope = _framework(job)
     model = _compiled(keras, scope, job)
@@ -44,13 +46,39 @@ def serve(job: Job) -> tuple[int, Callable[..., tuple[float, float]]]:
         def on_epoch_end(self, epoch, logs=None):
             self.ends.append((time.process_time(), time.perf_counter()))
 
+    class Reader(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.loss = float(logs["loss"])
+
     def measure(kind: str, steps: int) -> tuple[float, float]:
         clock = Clock()
-        data, per_epoch = _data(kind, job.model.replica_batch, steps)
+        if kind == "train_on_batch":
+            return single_steps(clock, steps)
+        callbacks = [clock, Reader()] if kind == "callback" else [clock]
+        data, per_epoch = _data(
+            "tf.data" if kind == "callback" else kind, job.model.replica_batch, steps
+        )
         epochs = 1 + max(1, steps // per_epoch)  # the first one warms up
-        model.fit(**data, epochs=epochs, verbose=0, callbacks=[clock])
-        timed = (epochs - 1) * per_epoch
-        cpu, wall = ((b - a) / timed for a, b in zip(clock.ends[0], clock.ends[-1], strict=True))
+        model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks)
+        return per_step(clock, (epochs - 1) * per_epoch)
+
+    def single_steps(clock: Clock, steps: int) -> tuple[float, float]:
+        x, y = examples()
+        batch = job.model.replica_batch
+        clock.on_train_begin()
+        for number in range(-10, steps):  # the first ones warm up
+            if number == 0:
+                clock.on_epoch_end(0)
+            begin = (number * batch) % (EXAMPLES - batch + 1)
+            logs = model.train_on_batch(
+                x[begin : begin + batch], y[begin : begin + batch], return_dict=True
+            )
+            float(logs["loss"])
+        clock.on_epoch_end(1)
+        return per_step(clock, steps)
+
+    def per_step(clock: Clock, steps: int) -> tuple[float, float]:
+        cpu, wall = ((b - a) / steps for a, b in zip(clock.ends[0], clock.ends[-1], strict=True))
         return cpu, wall
 
     return model.count_params(), measure

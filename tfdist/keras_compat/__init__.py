@@ -112,6 +112,7 @@ def install() -> None:
         _hook_loss(name)
     for owner, name, hook in _replica_hooks():
         _hook_in_replicas(owner, name, hook)
+    _hook_assignments()
     replica_losses.install()
     global_generator.install()
     _add_conversions(_distribute_values.DistributedVariable)
@@ -535,6 +536,29 @@ def _hook_in_replicas(owner: Any, name: str, hook: str) -> None:
         return getattr(engine, hook)(original, self, *args, **kwargs)
 
     setattr(owner, name, method)
+
+
+def _hook_assignments() -> None:
+    """Do not read a variable with copies after each assignment of Keras outside of functions.
+
+    TensorFlow's `assign` returns the new value, such as the sum of the copies, and Keras drops it.
+    Keras assigns so to each variable of a metric when an epoch begins, and in `train_on_batch`.
+    """
+    keras_assign = keras.Variable._direct_assign
+
+    @functools.wraps(keras_assign)
+    def direct_assign(self, value):
+        variable = self._value
+        if (
+            tf.executing_eagerly()
+            and isinstance(variable, _distribute_values.DistributedVariable)
+            and (not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context())
+        ):
+            variable.assign(tf.cast(value, variable.dtype), read_value=False)
+        else:
+            keras_assign(self, value)
+
+    keras.Variable._direct_assign = direct_assign
 
 
 def is_compiled_by_xla(function: Any) -> bool:

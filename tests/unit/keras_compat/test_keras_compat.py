@@ -386,6 +386,20 @@ def test_variables_with_copies_convert_to_numbers_and_arrays(two, inside):
         assert float(kernel[1, 0]) == 3.0
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_keras_assigns_a_sum_in_parts_and_other_variables_whole(two, inside):
+    with two.scope():
+        total = keras.metrics.Mean().total
+        weight = keras.Variable([1.0, 2.0])
+    with two.scope() if inside else contextlib.nullcontext():
+        total.assign(6)
+        weight.assign([3, 4])
+        assert [c.numpy() for c in keras_compat.copies(total)] == [3, 3]
+        assert [c.numpy().tolist() for c in keras_compat.copies(weight)] == [[3, 4], [3, 4]]
+        total.assign_add(4.0)  # reads the sum first
+        assert float(total.value) == 10
+
+
 def test_a_loop_outside_of_replicas_is_explained(mirrored):
     with mirrored.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import chose_jit_compile, device_type, local_component, metric_variables
+from tfdist.keras_compat.flat_calls import FlatFunction, flat_call
 from tfdist.parallel.placement import Placement
 from tfdist.runtime.launch_protocol import Phase
 from tfdist.runtime.time_account import time_account
@@ -30,6 +31,7 @@ from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.synchronous.assigned_weights import noted_in
 from tfdist.train.synchronous.compiled_step import BatchShapes, can_compile, compiled
 from tfdist.train.synchronous.feed import Batch, FeedIterator, any_rows, batch_of, replica_rows
+from tfdist.train.synchronous.gathered_metrics import is_gathered
 from tfdist.train.synchronous.gradient_sum import NotInLoop, in_loop
 from tfdist.train.synchronous.replica_state import ReplicaState, all_gather, compare
 from tfdist.train.synchronous.replica_step import local_replica, run_replica
@@ -93,8 +95,11 @@ class Runner:
         self._calls_ahead_settled = False
         # Keras' calls from one synchronization of the metrics to the next; equal on all workers.
         self._calls_per_check = 1
-        # An iterator, whether its batches are even, the recorder, and the loop traced for them.
-        self._traced_loop: tuple | None = None
+        self._loop_of: tuple | None = None  # an iterator, a graph, and its trace for the iterator
+        self._batch_of: tuple | None = None  # a graph, and the function that calls its traces
+        # Variables of metrics, facts of them, and graphs that read them after a step.
+        self._readers: tuple[list, tuple, dict] = [], (), {}
+        self._read: tuple[dict, dict] | None = None  # results that such a graph has read
         self._bound = strategy.tfdist_engine.watchdog.bound
         self._aggregation = strategy.tfdist_engine.aggregation
         self._remote = device_type(strategy) != "CPU"
@@ -362,10 +367,13 @@ class Runner:
                 preemption.requested(),
             ]
         )
-        results, in_logs, notes = self._replica_state.metrics(
-            own_note if timing_summary is None else np.concatenate([own_note, timing_summary]),
-            self._step_logs.metrics,
-        )
+        note = own_note if timing_summary is None else np.concatenate([own_note, timing_summary])
+        if self._read is None:
+            results, in_logs, notes = self._replica_state.metrics(note, self._step_logs.metrics)
+        else:
+            results, in_logs = self._read
+            self._read = None
+            notes = note[None]
         compare(notes, self._placement)
         if timing_summary is not None and self.recorder:
             self.recorder.receive(notes[:, len(own_note) :])
@@ -388,6 +396,7 @@ class Runner:
 
     # --- Graphs -----------------------------------------------------------------------------------
     def _run_steps(self, iterator, steps: int) -> int:
+        self._read = None
         feed = iterator.feed if isinstance(iterator, FeedIterator) else None
         even = feed is not None and feed.even
         if feed is None and not isinstance(iterator, tf.distribute.DistributedIterator):
@@ -409,7 +418,7 @@ class Runner:
                 self.stats.input_seconds += time.perf_counter() - start
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
-            self._run_batch(batch, even)
+            self._run_batch(batch, even, reads=self.watch.exact and self._can_read)
             self.stats.examples += int(self._global_rows(batch))
             if batch.checksum is not None:
                 self._checksum += float(batch.checksum) * (1 + (self.steps_done + done) % 127)
@@ -429,17 +438,13 @@ class Runner:
             tf.constant(np.int64(steps)),  # TensorFlow caches Python's numbers for ever (#68196)
             tf.constant(np.int64(self.steps_done)),
         )
-        if self._traced_loop is None or self._traced_loop[:3] != (source, even, self.recorder):
-            self._traced_loop = (
-                source,
-                even,
-                self.recorder,
-                self._graph("loop", even).get_concrete_function(*arguments),
-            )
+        reads = self.watch.exact and self._can_read
+        graph = self._graph_that_reads("loop", even) if reads else self._graph("loop", even)
+        if self._loop_of is None or self._loop_of[:2] != (source, graph):
+            self._loop_of = source, graph, graph.get_concrete_function(*arguments)
         with self._bound(self._progress_values):
-            done, examples, waited, checksum, following, *readings = self._traced_loop[3](
-                *arguments
-            )
+            outputs = flat_call(self._loop_of[2], *arguments)
+        done, examples, waited, checksum, following, *readings = self._outputs(outputs, reads)
         self._fetched = source, following
         self.stats.examples += int(examples)
         self.stats.input_seconds += (
@@ -473,14 +478,14 @@ class Runner:
         done = 0
         for data in batches:
             batch = batch_of(data, self._placement)
-            self._run_batch(batch, False)
+            self._run_batch(batch, False, reads=self._can_read)
             self.stats.examples += int(self._global_rows(batch))
             done += 1
             if done == steps:
                 break
         return done
 
-    def _run_batch(self, batch: Batch, even: bool) -> None:
+    def _run_batch(self, batch: Batch, even: bool, reads: bool) -> None:
         if self._compiles is None:
             self._decide_on_xla(batch)
         if self.model.run_eagerly:
@@ -488,10 +493,13 @@ class Runner:
                 self._measured if self.recorder else self._replicas, even=even
             )
         else:
-            function = self._graph("batch", even).get_concrete_function(any_rows(batch))
+            graph = self._graph_that_reads("batch", even) if reads else self._graph("batch", even)
+            if self._batch_of is None or self._batch_of[0] is not graph:
+                self._batch_of = graph, FlatFunction(graph, lambda batch: (any_rows(batch),))
+            function = self._batch_of[1]
         started = time.time()
         with self._bound():
-            result = function(batch)
+            result = self._outputs(function(batch), reads)
         if self.recorder:
             result, row = result
             self._record(1, started, row[None])
@@ -523,6 +531,43 @@ class Runner:
 
             self._graphs[key] = tf.function(traced, autograph=False, reduce_retracing=True)
         return self._graphs[key]
+
+    @property
+    def _can_read(self) -> bool:
+        """Return whether a graph can read the metrics after its step.
+
+        This takes a quarter of the time of a second call, but only a single worker needs no other
+        values at that time.
+        """
+        return self._placement.workers == 1 and self._step_logs.known and not self.model.run_eagerly
+
+    def _graph_that_reads(self, kind: str, even: bool):
+        """Return a graph like that of `_graph`, which then reads the metrics; it returns both."""
+        variables = metric_variables(self.model)
+        indices = self._step_logs.metrics
+        facts = indices, [is_gathered(v) for v in variables]
+        known, of_facts, graphs = self._readers
+        if facts != of_facts or list(map(id, known)) != list(map(id, variables)):
+            graphs = {}
+            self._readers = variables, facts, graphs
+        graph = self._graph(kind, even)
+        if graph not in graphs:
+
+            def traced(*args):
+                self._traced = True
+                outputs = graph(*args)
+                return outputs, self._replica_state.results(indices)
+
+            graphs[graph] = tf.function(traced, autograph=False, reduce_retracing=True)
+        return graphs[graph]
+
+    def _outputs(self, outputs: Any, reads: bool) -> Any:
+        """Return the outputs of a graph, after it has kept what the graph read of the metrics."""
+        if not reads:
+            return outputs
+        outputs, self._read = outputs
+        self._read = tf.nest.map_structure(lambda x: x.numpy(), self._read)
+        return outputs
 
     def _replicas(self, batch: Batch, even: bool):
         """Run one step on all replicas, and return what `StepLogs` returns on each."""

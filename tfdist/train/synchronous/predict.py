@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat.flat_calls import FlatFunction
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.sharding import layouts
@@ -33,7 +34,9 @@ class Predictor:
         self._host = host
         self.model = model
         self._watchdog = watchdog
-        self._graph = tf.function(self._predict, autograph=False, reduce_retracing=True)
+        self._graph = FlatFunction(
+            tf.function(self._predict, autograph=False, reduce_retracing=True)
+        )
         self._compiles: bool | None = None  # whether XLA compiles the step; None until known
 
     def __call__(self, batches: list) -> Any:
@@ -44,9 +47,7 @@ class Predictor:
             layouts.check(self.model)
         if self._compiles is None:
             self._compiles = self._decide_on_xla(batches[0])
-        function = (
-            self._predict if self.model.run_eagerly else self._graph.get_concrete_function(batches)
-        )
+        function = self._predict if self.model.run_eagerly else self._graph
         with self._watchdog.bound():
             return function(batches)
 

@@ -138,6 +138,37 @@ def test_a_callback_that_watches_batches_sees_each_step(mirrored, calls):
     assert steps.rows[0] != steps.rows[1]
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+def test_single_steps_read_the_metrics_of_their_model_as_compiled(strategy, request):
+    x, y = data(36)
+    strategy = request.getfixturevalue(strategy)
+    model = compiled(strategy)
+    batches = [slice(0, 12), slice(12, 24), slice(24, 31), slice(31, 36)]
+
+    def compile_anew(metrics):
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.0), CROSSENTROPY, metrics=metrics)
+
+    def compile_with(metrics):
+        compile_anew(metrics)
+        expected = [model.evaluate(x[b], y[b], verbose=0, return_dict=True) for b in batches]
+        compile_anew(metrics)
+        return expected
+
+    for metrics in (["accuracy"], [], ["sparse_top_k_categorical_accuracy"]):
+        expected = compile_with(metrics)
+        for _ in range(3):
+            for b, values in zip(batches, expected, strict=True):
+                found = model.train_on_batch(x[b], y[b], return_dict=True)
+                assert found == pytest.approx(values, rel=1e-6)
+        seen, again = Steps(), Steps()
+        for callbacks in ([seen], [], [again]):
+            logs = model.fit(dataset(x, y), verbose=0, callbacks=callbacks).history
+        assert seen.rows == again.rows
+        assert seen.rows[-1] == pytest.approx([logs[name][0] for name in sorted(logs)], rel=1e-6)
+        assert len({tuple(row) for row in seen.rows}) == len(seen.rows)
+
+
 def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
     def stop(batch, logs):
         model.stop_training = batch == 2
