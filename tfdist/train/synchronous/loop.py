@@ -99,7 +99,6 @@ class Runner:
         self._batch_of: tuple | None = None  # a graph, and the function that calls its traces
         # Variables of metrics, facts of them, and graphs that read them after a step.
         self._readers: tuple[list, tuple, dict] = [], (), {}
-        self._read: tuple[dict, dict] | None = None  # results that such a graph has read
         self._bound = strategy.tfdist_engine.watchdog.bound
         self._aggregation = strategy.tfdist_engine.aggregation
         self._remote = device_type(strategy) != "CPU"
@@ -148,6 +147,7 @@ class Runner:
         self._next_stop_check = self._next_check
         # Each replica's other logs of the last step that ran outside of a loop, see StepLogs.
         self._last: Any = None
+        self._read: tuple[dict, dict] | None = None  # results of metrics that a graph has read
         # Steps of this epoch at which a call must end, by the name of the caller of pause_at.
         self.pauses: dict[str, int] = {}
 
@@ -495,7 +495,10 @@ class Runner:
         else:
             graph = self._graph_that_reads("batch", even) if reads else self._graph("batch", even)
             if self._batch_of is None or self._batch_of[0] is not graph:
-                self._batch_of = graph, FlatFunction(graph, lambda batch: (any_rows(batch),))
+                # Workers must trace alike. A single one knows the number of rows, as Keras does.
+                alike = self._placement.workers > 1
+                specs = (lambda batch: (any_rows(batch),)) if alike else None
+                self._batch_of = graph, FlatFunction(graph, specs)
             function = self._batch_of[1]
         started = time.time()
         with self._bound():
