@@ -495,9 +495,9 @@ class Runner:
         else:
             graph = self._graph_that_reads("batch", even) if reads else self._graph("batch", even)
             if self._batch_of is None or self._batch_of[0] is not graph:
-                # Workers must trace alike. A single one knows the number of rows, as Keras does.
-                alike = self._placement.workers > 1
-                specs = (lambda batch: (any_rows(batch),)) if alike else None
+                # Replicas must trace alike, whatever their rows. A single one knows them, as Keras.
+                several = self._placement.replicas > 1
+                specs = (lambda batch: (any_rows(batch),)) if several else None
                 self._batch_of = graph, FlatFunction(graph, specs)
             function = self._batch_of[1]
         started = time.time()
