@@ -10,9 +10,11 @@ log = logging.getLogger("tfdist")
 # (TensorFlow, Keras) that passed; `make test-matrix` writes this and the table of docs/versions.md.
 TESTED: tuple[tuple[str, str], ...] = (
     ("2.19", "3.10"),
+    ("2.19", "3.15"),
     ("2.20", "3.11"),
     ("2.20", "3.12"),
     ("2.20", "3.13"),
+    ("2.20", "3.15"),
     ("2.21", "3.13"),
     ("2.21", "3.14"),
     ("2.21", "3.15"),
