@@ -11,8 +11,8 @@ import tensorflow as tf
 def flat_call(function: tf.types.experimental.ConcreteFunction, *arguments: Any) -> Any:
     """Call a traced function with arguments of the types with which it was traced.
 
-    TensorFlow binds, converts and checks the arguments of each call, which takes 0.3 to 0.5 ms. No
-    gradient tape sees the call.
+    TensorFlow binds, converts and checks the arguments of each call. For an iterator and an
+    Optional that takes 0.3 ms, for a few tensors 0.1 ms. No gradient tape sees the call.
 
     Args:
         function: Result of `tf.function(...).get_concrete_function`, traced with positional
@@ -29,7 +29,8 @@ def flat_call(function: tf.types.experimental.ConcreteFunction, *arguments: Any)
 class FlatFunction:
     """Function that chooses its trace anew only when the types of its arguments change.
 
-    TensorFlow compares them with all traces at each call, which takes as long as a small step.
+    TensorFlow looks for the trace of the arguments at each call. Without that, a call takes 0.23 ms
+    where it took 0.5 to 0.6.
 
     Args:
         function: The `tf.function`.

@@ -539,8 +539,7 @@ class Runner:
     def _can_read(self) -> bool:
         """Return whether a graph can read the metrics after its step.
 
-        This takes a quarter of the time of a second call, but only a single worker needs no other
-        values at that time.
+        It saves 0.4 ms a step, but only a single worker needs no other values at that time.
         """
         return self._placement.workers == 1 and self._step_logs.known and not self.model.run_eagerly
 
