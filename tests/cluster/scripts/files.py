@@ -22,6 +22,7 @@ from tfdist.strategies.factory import is_chief
 
 CRASH_EPOCH = 2
 EPOCHS = 4
+WRITE_TIMEOUT_S = 30
 SLOW_STEPS = 150
 LONG_TIMEOUT_S = 16  # of which an eighth lies between two looks at a call
 LONG_STEPS = 200  # of 0.02 s, in one call
@@ -102,6 +103,14 @@ def inside_scope(strategy, own: pathlib.Path) -> list:
         return [weights, predictions, model.get_weights(), narrow.numpy(), state, read]
 
 
+def wait_for_snapshot(store, epoch: int) -> None:
+    """Wait for the snapshot of the beginning of an epoch, which is written in the background."""
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
+    while (found := store.newest()) is None or found.snapshot.facts["epoch"] != epoch:
+        assert time.monotonic() < deadline, f"no snapshot of epoch {epoch}: {found}"
+        time.sleep(0.02)
+
+
 def main(directory: str, stage: str) -> None:
     shared = pathlib.Path(directory)
     atexit.register(
@@ -111,9 +120,11 @@ def main(directory: str, stage: str) -> None:
     rank = 0 if is_chief(strategy) else 1
     own = shared / f"rank-{rank}"
     epochs = []
+    backup = tfdist.BackupAndRestore(str(shared / "backup"))
 
     def begin(epoch, logs):
         if stage == "crash" and epoch == CRASH_EPOCH:
+            wait_for_snapshot(backup.store, epoch)
             os.kill(os.getpid(), signal.SIGKILL)
         epochs.append(epoch)
 
@@ -131,7 +142,7 @@ def main(directory: str, stage: str) -> None:
             keras.callbacks.TensorBoard(own / "keras", write_images=False),
             tfdist.TensorBoard(str(own / "chief")),
             tfdist.TensorBoard(str(shared / "each"), per_worker=True),
-            tfdist.BackupAndRestore(str(shared / "backup")),
+            backup,
             keras.callbacks.LambdaCallback(on_epoch_begin=begin),
         ],
     )
