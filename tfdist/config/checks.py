@@ -12,6 +12,26 @@ from typing import Any
 
 from tfdist.config.keras_names import known
 
+_DIVIDED_WEIGHTS = (
+    "parallel.zero=3: the weights are divided over the devices (FSDP), the computation of a layer "
+    "is not"
+)
+# Keys that users of other tools look for, and the keys that do the same.
+_KNOWN_AS = {
+    "data.batch_size": "data.global_batch, the examples of all devices together",
+    "parallel.fsdp": "parallel.zero=3",
+    "parallel.model": _DIVIDED_WEIGHTS,
+    "parallel.pipeline": "parallel.stages, the number of stages",
+    "parallel.tensor": _DIVIDED_WEIGHTS,
+    "strategy.backend": "strategy.communication",
+    "train.batch_size": "data.global_batch, the examples of all devices together",
+    "train.gradient_accumulation_steps": "sync.accumulate",
+    "train.gradient_clip_val": "sync.clip_norm",
+    "train.lr": "train.learning_rate",
+    "train.mixed_precision": "train.precision, such as mixed_bfloat16",
+    "train.num_epochs": "train.epochs",
+}
+
 
 def at_least(least: int, default: Any, word: str | None = None) -> Any:
     """Return a dataclass field whose value must be `least` or more; or None, or a word.
@@ -136,7 +156,11 @@ def hint(kind: Any, name: str, path: str) -> Any:
     hints = typing.get_type_hints(kind)
     if name not in hints:
         prefix = f"{path}." if path else ""
-        raise ValueError(f"{prefix}{name}: no such key. {nearest(name, hints, prefix)}")
+        remedy = _KNOWN_AS.get(prefix + name)
+        raise ValueError(
+            f"{prefix}{name}: no such key. "
+            + (f"Set {remedy}." if remedy else nearest(name, hints, prefix))
+        )
     return hints[name]
 
 

@@ -12,6 +12,12 @@ from tfdist.run.train_command import find_directory, parse
     [
         ({"trian": {}}, "trian: no such key. Did you mean train?"),
         ({"train": {"epoch": 3}}, "train.epoch: no such key. Did you mean train.epochs?"),
+        ({"parallel": {"fsdp": True}}, "parallel.fsdp: no such key. Set parallel.zero=3."),
+        (
+            {"parallel": {"model": 2}},
+            "parallel.model: no such key. Set parallel.zero=3: the weights are divided over",
+        ),
+        ({"train": {"lr": 1}}, "train.lr: no such key. Set train.learning_rate."),
         ({"train": 3}, "train: expected a section"),
         ({"train": {"epochs": 0}}, "train.epochs: expected at least 1, received 0"),
         ({"train": {"epochs": "3"}}, "train.epochs: expected a whole number, received '3'"),
