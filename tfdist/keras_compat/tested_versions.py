@@ -10,6 +10,10 @@ log = logging.getLogger("tfdist")
 # (TensorFlow, Keras) that passed; `make test-matrix` writes this and the table of docs/versions.md.
 TESTED: tuple[tuple[str, str], ...] = (
     ("2.19", "3.10"),
+    ("2.19", "3.11"),
+    ("2.19", "3.12"),
+    ("2.19", "3.13"),
+    ("2.19", "3.14"),
     ("2.19", "3.15"),
     ("2.20", "3.11"),
     ("2.20", "3.12"),

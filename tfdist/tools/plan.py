@@ -37,9 +37,7 @@ def _plan(flags: argparse.Namespace, words: list[str]) -> int:
     from tfdist.run import train_command
 
     try:
-        needs = step_memory.measure(
-            train_command.parse(words), flags.devices, flags.microbatches, flags.timeout
-        )
+        needs = step_memory.measure(train_command.parse(words), flags.devices, flags.timeout)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return CONFIGURATION_CODE
