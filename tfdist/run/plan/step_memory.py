@@ -20,7 +20,7 @@ from tfdist.runtime import subprocesses
 # be too large for this machine.
 _ROWS = 64
 # Share that TensorFlow's allocator adds to activations, as it gives a tensor a free chunk of up to
-# twice its size. Training steps of a small CNN had peaks of 0.95 to 1.16 times what is measured here.
+# twice its size. Training steps of a small CNN had peaks of 0.95 to 1.16 times this measurement.
 _ROUNDING = 0.15
 # Bytes that the allocator of the measuring process takes at once; an axis has less than 2^31.
 _REGION = (8, 1 << 30)
@@ -197,10 +197,8 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
             loss = model.compute_loss(x, y, model(x, training=True), weight)
         gradients = tape.gradient(loss, variables)
         nonlocal largest
-        largest = max(
-            (math.prod(g.shape) * g.dtype.size for g in gradients if isinstance(g, tf.Tensor)),
-            default=0,
-        )
+        dense = (v for v, g in zip(variables, gradients, strict=True) if isinstance(g, tf.Tensor))
+        largest = max((_bytes([v]) for v in dense), default=0)
         sums = [tf.reduce_sum(getattr(g, "values", g)) for g in gradients if g is not None]
         return [loss, *sums]
 
