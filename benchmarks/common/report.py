@@ -130,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str = "") -
     )
     parser.add_argument(
         "--out",
-        type=pathlib.Path,
+        type=_directory,
         help="directory of the report, default benchmarks/reports; none with --quick",
     )
     parser.add_argument(
@@ -192,6 +192,22 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, received {text!r}")
     return value
+
+
+def _directory(text: str) -> pathlib.Path:
+    """Parse a command-line argument that must be a directory to write to; make it."""
+    path = pathlib.Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a directory to write to, received {text!r}: {error.strerror}"
+        ) from None
+    if not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"expected a directory to write to, received {text!r}, which this user may not write to"
+        )
+    return path
 
 
 def _versions() -> str:
