@@ -82,6 +82,7 @@ setup(
     ),
     long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The tfdist developers",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["distributed training", "keras", "machine learning", "tensorflow"],
