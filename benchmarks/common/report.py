@@ -203,7 +203,7 @@ def _directory(text: str) -> pathlib.Path:
         raise argparse.ArgumentTypeError(
             f"expected a directory to write to, received {text!r}: {error.strerror}"
         ) from None
-    if not os.access(path, os.W_OK):
+    if not os.access(path, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(
             f"expected a directory to write to, received {text!r}, which this user may not write to"
         )

@@ -13,10 +13,10 @@ from typing import Any
 from tfdist.config.keras_names import known
 
 _DIVIDED_WEIGHTS = (
-    "parallel.zero=3: the weights are divided over the devices (FSDP), the computation of a layer "
-    "is not"
+    "parallel.zero=3: it divides the weights over the devices (FSDP), but each device computes "
+    "whole layers"
 )
-# Keys that users of other tools look for, and the keys that do the same.
+# Keys that users of other tools look for, and what comes nearest here.
 _KNOWN_AS = {
     "data.batch_size": "data.global_batch, the examples of all devices together",
     "parallel.fsdp": "parallel.zero=3",

@@ -646,8 +646,9 @@ class Run:
             The Run.
 
         Raises:
-            ValueError: If a key is unknown, in which case the message names the nearest known one,
-                or a value has the wrong type or range.
+            ValueError: If a key is unknown, in which case the message names the nearest known one
+                or the one that does what another tool's does; or if a value has the wrong type or
+                range.
 
         Example:
             >>> Run.from_dict({"train": {"epoch": 3}})

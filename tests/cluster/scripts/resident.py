@@ -39,7 +39,7 @@ def held() -> int:
     return min(readings)
 
 
-devices = stages or strategy.num_replicas_in_sync
+devices = stages or len(strategy.extended.worker_devices)
 resident, peak = [], []
 # TensorFlow's allocator gives chunks of up to twice what is asked for, and a variable keeps its
 # chunk: each model gets other ones, and the smallest of several is nearest to what was asked for.

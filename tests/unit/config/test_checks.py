@@ -15,7 +15,7 @@ from tfdist.run.train_command import find_directory, parse
         ({"parallel": {"fsdp": True}}, "parallel.fsdp: no such key. Set parallel.zero=3."),
         (
             {"parallel": {"model": 2}},
-            "parallel.model: no such key. Set parallel.zero=3: the weights are divided over",
+            "parallel.model: no such key. Set parallel.zero=3: it divides the weights over",
         ),
         ({"train": {"lr": 1}}, "train.lr: no such key. Set train.learning_rate."),
         ({"train": 3}, "train: expected a section"),

@@ -16,8 +16,8 @@ from tfdist import config, sync
 from tfdist.run.plan.options import Needs, Stage
 from tfdist.runtime import subprocesses
 
-# Maximum rows of the batch that is compared with one of a single row, because the planned batch may
-# be too large for this machine.
+# Maximum rows of the larger of the two batches that are compared, because the planned batch may be
+# too large for this machine.
 _ROWS = 64
 # Share that TensorFlow's allocator adds to activations, as it gives a tensor a free chunk of up to
 # twice its size. Training steps of a small CNN had peaks of 0.95 to 1.16 times this measurement.
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
 def _look(settings: config.Run, devices: int) -> Needs:
     """Build the model of a config, and measure the memory of its training step.
 
-    It is measured with one row and with more, so that fixed costs can be told from those of a row.
+    It is measured with two numbers of rows, so that fixed costs can be told from those of a row.
     """
     import keras
     import tensorflow as tf
@@ -109,8 +109,9 @@ def _look(settings: config.Run, devices: int) -> Needs:
     _reserve()
     peak = _peak_of(model, batch)
     more = min(rows, _ROWS)
-    low, high = peak(1), peak(more)
-    per_row = max(0.0, (high - low) / (more - 1)) if more > 1 else low
+    less = max(1, more // 2)
+    low, high = peak(less), peak(more)
+    per_row = max(0.0, (high - low) / (more - less)) if more > less else low
     stages, not_cut = _stages(model, devices)
     layers = fsdp_unit.layers_of(model)
     tables = [layer for layer in layers if fsdp.tables_of(layer)]
@@ -122,7 +123,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
         ),
         slots=_bytes([v for v in optimizer.variables if len(v.shape)]),
         scalars=_bytes([v for v in optimizer.variables if not len(v.shape)]),
-        fixed=math.ceil((1 + _ROUNDING) * max(0.0, low - per_row)),
+        fixed=math.ceil((1 + _ROUNDING) * max(0.0, low - per_row * less)),
         per_row=(1 + _ROUNDING) * per_row,
         rows=rows,
         examples=input_pipeline.examples(train),
@@ -179,13 +180,12 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
 
     It returns the maximum growth of tensor memory in a forward and a backward pass, in bytes, as
     the smallest of several measurements. The passes are one graph, as in training: TensorFlow frees
-    what no later operation reads. A gradient is freed once it is computed; the largest one is taken
-    for one that exists at the peak, and not counted.
+    what no later operation reads. A gradient is freed once it is computed. The largest one is taken
+    for one that exists at the peak, and not counted, so that the result is too small by up to its
+    size where it is computed after most activations are freed.
     """
     import keras
     import tensorflow as tf
-
-    from tfdist.train.synchronous.feed import any_rows
 
     variables = [v.value for v in model.trainable_variables]
     largest = 0
@@ -202,10 +202,9 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
         sums = [tf.reduce_sum(getattr(g, "values", g)) for g in gradients if g is not None]
         return [loss, *sums]
 
-    graph = step.get_concrete_function(any_rows(batch))
-
     def peak(rows: int) -> int:
         first = _first(batch, rows)
+        graph = step.python_function if model.run_eagerly else step.get_concrete_function(first)
         graph(first)  # makes threads, and what they keep
         begun = time.monotonic()
         peaks: list[int] = []
@@ -218,7 +217,7 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
     return peak
 
 
-def _growth(step: Callable, batch: Any) -> int:
+def _growth(step: Callable[[Any], Any], batch: Any) -> int:
     """Return the growth of tensor memory at the peak of a call, in bytes."""
     import tensorflow as tf
 
