@@ -119,7 +119,7 @@ def test_what_a_graph_frees_is_not_counted(tmp_path, digits_dir):
         members.succeed(TIMEOUT_S)
         (predicted,) = json.loads(members.log("plan"))["ways"]
         (peak,) = re.findall(r"^peak (\d+)$", members.log("train"), re.MULTILINE)
-    assert 0.95 * int(peak) < predicted["peak"] < 1.4 * int(peak)
+    assert 0.95 * int(peak) < predicted["peak"] < 1.6 * int(peak)  # measured eagerly: 2.1
 
 
 def test_training_at_the_largest_batch_fills_the_memory(tmp_path, digits_dir):
