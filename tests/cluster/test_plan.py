@@ -13,6 +13,7 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.runtime.formatting import format_bytes
 
 TIMEOUT_S = 200
+RESIDENT = [PYTHON, str(ROOT / "tests" / "cluster" / "scripts" / "resident.py")]
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 # Of each way the stages, the devices, and what else is in its config.
 WAYS = {
@@ -70,12 +71,7 @@ def runs(tmp_path_factory, digits_dir):
         for way, (stages, devices, more) in WAYS.items():
             members.start(
                 way,
-                [
-                    PYTHON,
-                    str(ROOT / "tests" / "cluster" / "scripts" / "resident.py"),
-                    str(stages),
-                    *words(digits_dir, devices, *more),
-                ],
+                [*RESIDENT, str(stages), *words(digits_dir, devices, *more)],
                 **COUNTS_MEMORY,
             )
         members.succeed(TIMEOUT_S)
@@ -114,8 +110,7 @@ def test_what_a_graph_frees_is_not_counted(tmp_path, digits_dir):
     ]
     with group(tmp_path) as members:
         members.start("plan", [PYTHON, "-m", "tfdist", "plan", *resnet, "--devices", "1", "--json"])
-        script = str(ROOT / "tests" / "cluster" / "scripts" / "resident.py")
-        members.start("train", [PYTHON, script, "0", *resnet], **COUNTS_MEMORY)
+        members.start("train", [*RESIDENT, "0", *resnet], **COUNTS_MEMORY)
         members.succeed(TIMEOUT_S)
         (predicted,) = json.loads(members.log("plan"))["ways"]
         (peak,) = re.findall(r"^peak (\d+)$", members.log("train"), re.MULTILINE)
@@ -146,7 +141,7 @@ def test_training_at_the_largest_batch_fills_the_memory(tmp_path, digits_dir):
     # Two replicas of one process seldom reach their peaks together, so that each has a process.
     (tmp_path / "measured").mkdir()
     with group(tmp_path / "measured") as members:
-        script = [PYTHON, str(ROOT / "tests" / "cluster" / "scripts" / "resident.py"), "0", *cnn]
+        script = [*RESIDENT, "0", *cnn]
         batch = "--config.data.global_batch={}"
         one = [*script, batch.format(batches["one device"]), "--config.strategy.devices=cpu:0"]
         members.start("one device", one, **COUNTS_MEMORY)

@@ -647,7 +647,7 @@ class Run:
 
         Raises:
             ValueError: If a key is unknown, in which case the message names the nearest known one
-                or the one that does what another tool's does; or if a value has the wrong type or
+                or what comes nearest to a key of another tool; or if a value has the wrong type or
                 range.
 
         Example:

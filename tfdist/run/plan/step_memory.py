@@ -225,13 +225,7 @@ def _growth(step: Callable[[Any], Any], batch: Any) -> int:
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     tf.config.experimental.reset_memory_stats("CPU:0")
     step(batch)
-    return _peak() - before
-
-
-def _peak() -> int:
-    import tensorflow as tf
-
-    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
 
 
 def _first(batch: Any, rows: int) -> Any:
