@@ -98,7 +98,8 @@ class SlurmCluster:
             f"RealMemory=500{gpus}"
             for node, port in zip(NODES, ports[1:], strict=True)
         ]
-        first = random.randrange(21_000, 31_000, 200)  # two clusters must not share ports
+        # Two clusters must not share ports; up to 30000 are those of tfdist.
+        first = random.randrange(30_000, 32_600, 200)
         config = CONFIG.format(
             home=self.home,
             ports=ports,

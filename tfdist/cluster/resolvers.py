@@ -39,9 +39,9 @@ __all__ = ["from_kubernetes", "from_open_mpi", "from_slurm", "resolve"]
 logger = logging.getLogger("tfdist")
 
 _ALONE = "TF_CONFIG={} runs each process alone"
-_FIRST_PORT = 20000  # below the range of outgoing connections; see addresses.py
+_FIRST_PORT = 20000  # 20000 to 24799: apart from the ports that `addresses.free_ports` chooses
 _PORTS_PER_JOB = 64
-_PORT_BLOCKS = 150
+_PORT_BLOCKS = 75
 
 
 def resolve(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tfdist.cluster import resolvers
+from tfdist.cluster.addresses import free_ports
 from tfdist.cluster.spec import ClusterSpec
 
 TF_CONFIG = json.dumps(
@@ -146,6 +147,15 @@ def test_slurm_step_over_components_takes_block_whatever_one_component_has(distr
 )
 def test_slurm_ports(environ, expected):
     assert ports(resolvers.from_slurm({**SLURM, **environ})) == list(expected)
+
+
+def test_ports_of_jobs_are_apart_from_those_that_local_clusters_choose():
+    derived = {
+        port
+        for job in range(300)
+        for port in ports(resolvers.from_slurm({**SLURM, "SLURM_JOB_ID": str(job)}))
+    }
+    assert derived.isdisjoint(free_ports(1000))
 
 
 @pytest.mark.parametrize(
