@@ -34,6 +34,7 @@ from common.allreduce_worker import (
 )
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -230,7 +231,13 @@ def report_hosts(results: dict, verdicts: list[dict], facts: dict) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--processes", nargs="+", type=int, choices=(2, 3, 4), default=[2, 4], help="default: 2 4"
+        "--processes",
+        action=Parts,
+        nargs="+",
+        type=int,
+        choices=(2, 3, 4),
+        default=[2, 4],
+        help="default: 2 4",
     )
     parser.add_argument(
         "--hosts", action="store_true", help="4 processes, as if on two hosts; needs unshare and tc"

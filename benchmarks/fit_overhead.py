@@ -25,6 +25,7 @@ import tempfile
 
 from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -251,7 +252,12 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+        "--models",
+        action=Parts,
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="default: all",
     )
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed steps per variant and round, default: {defaults}")

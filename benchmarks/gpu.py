@@ -24,6 +24,7 @@ import tempfile
 from common.gpu_workers import MODELS, Job, serve
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -132,7 +133,12 @@ def gpu_name(number: str) -> str | None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+        "--models",
+        action=Parts,
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="default: all",
     )
     add_options(parser, ROUNDS, "timed steps per round, default: 10 to 300, by model")
     args = parser.parse_args(argv)

@@ -26,6 +26,7 @@ import tempfile
 from common.one_device_workers import FRAMEWORKS, INPUTS, ON_BATCHES, Job, first_step, serve
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -146,14 +147,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--models",
+        action=Parts,
         nargs="+",
         choices=MODELS,
-        help="default: all. The report of some is only written with --out",
+        help="default: all",
     )
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed steps per input and round, default: {defaults}")
     args = parser.parse_args(argv)
-    fill_options(args, ROUNDS, quick_steps=3, partial=args.models is not None)
+    fill_options(args, ROUNDS, quick_steps=3)
     args.cores = cores(parser)
     facts = begin("one_device.py", argv, args.rounds, **ONE_THREAD)
     frameworks = [

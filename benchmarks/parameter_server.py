@@ -26,6 +26,7 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -391,7 +392,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+        "--parts", action=Parts, nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
     )
     defaults = ", ".join(f"{part.steps} ({name})" for name, part in SPEED.items())
     add_options(parser, ROUNDS, f"least number of timed steps, default: {defaults}")

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 
 from common.processes import ProcessFailed, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -398,6 +399,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--parts",
+        action=Parts,
         nargs="+",
         choices=("recover", "large"),
         default=["recover", "large"],

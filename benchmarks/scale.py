@@ -34,6 +34,7 @@ from common.light_tasks import (
 )
 from common.processes import Processes, ProcessFailed
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -355,11 +356,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tasks",
         type=positive,
+        action=Parts,
         nargs="+",
         help=f"numbers of tasks, default {' '.join(map(str, TASKS))}",
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+        "--parts", action=Parts, nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
     )
     parser.add_argument(
         "--notes", default="", help="sentence for the report, such as what else was running"

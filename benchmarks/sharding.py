@@ -19,6 +19,7 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -211,12 +212,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--ways",
+        action=Parts,
         nargs="+",
         choices=sorted({way for ways in CONTENDERS.values() for way in ways}),
         help="default: all",
     )
     parser.add_argument(
         "--processes",
+        action=Parts,
         nargs="+",
         type=int,
         choices=sorted(CONTENDERS),

@@ -23,6 +23,7 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -180,13 +181,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--sizes",
+        action=Parts,
         nargs="+",
         type=int,
-        help="of SETUPS, in MB; default all. The report of some is only written with --out",
+        help="of SETUPS, in MB; default all",
     )
     add_options(parser, ROUNDS, f"epochs of each fit, default {EPOCHS}")
     args = parser.parse_args(argv)
-    fill_options(args, ROUNDS, quick_steps=1, partial=args.sizes is not None)
+    fill_options(args, ROUNDS, quick_steps=1)
     args.cores = cores(parser)
     facts = begin("snapshots.py", argv, args.rounds)
     results = {

@@ -23,6 +23,7 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -142,7 +143,12 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+        "--models",
+        action=Parts,
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="default: all",
     )
     parser.add_argument(
         "--starts",

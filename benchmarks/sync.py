@@ -21,6 +21,7 @@ import tempfile
 
 from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -252,7 +253,12 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
+        "--models",
+        action=Parts,
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="default: all",
     )
     add_options(
         parser,

@@ -20,6 +20,7 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
+    Parts,
     add_options,
     begin,
     conclude,
@@ -133,7 +134,12 @@ def report(results: dict[str, dict[int, dict]], verdicts: list[dict], facts: dic
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="default: all"
+        "--networks",
+        action=Parts,
+        nargs="+",
+        choices=NETWORKS,
+        default=list(NETWORKS),
+        help="default: all",
     )
     add_options(parser, ROUNDS, f"timed steps per round, default: {STEPS}")
     args = parser.parse_args(argv)

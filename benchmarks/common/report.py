@@ -120,6 +120,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str = "") -
         rounds: The default of --rounds, for its help.
         steps: The help of --steps; "" (default) for a benchmark without it.
     """
+    parser.set_defaults(partial=False)
     parser.add_argument(
         "--rounds", type=positive, help=f"rounds over all contenders, default {rounds}"
     )
@@ -131,28 +132,38 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str = "") -
     parser.add_argument(
         "--out",
         type=_directory,
-        help="directory of the report, default benchmarks/reports; none with --quick",
+        help="directory of the report, default benchmarks/reports; none with --quick, or if only "
+        "parts run",
     )
     parser.add_argument(
         "--quick", action="store_true", help="smoke run of 1 round, its figures mean nothing"
     )
 
 
-def fill_options(
-    args: argparse.Namespace, rounds: int, quick_steps: int = 0, partial: bool = False
-) -> None:
+class Parts(argparse.Action):
+    """Action of an option that names parts of a benchmark.
+
+    The report of some of them may not replace the whole one.
+    """
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Store the parts; note whether they are other ones than the default."""
+        setattr(namespace, self.dest, values)
+        namespace.partial = not self.default or set(values) != set(self.default)
+
+
+def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int = 0) -> None:
     """Fill in the defaults of arguments that were not given.
 
     Args:
         args: Arguments of the command line.
         rounds: The default of --rounds.
         quick_steps: The default of --steps with --quick, 0 for a benchmark without it.
-        partial: Whether only a part of the benchmark runs, which may not replace the whole report.
     """
     args.rounds = args.rounds or (1 if args.quick else rounds)
     if args.quick and quick_steps:
         args.steps = args.steps or quick_steps
-    if not args.quick and args.out is None and not partial:
+    if not args.quick and args.out is None and not args.partial:
         args.out = pathlib.Path(__file__).parents[1] / "reports"
 
 
