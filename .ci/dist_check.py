@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 INSTALL_S = 1200
 COMMAND_S = 300
 SBOM = "sbom.json"
+TEMPLATES = ("script", "config", "loop", "imagenet", "recommender")  # of `tfdist new`
 # What has no place in a wheel: sources of the library that it has compiled.
 SOURCES = (".cc", ".h")
 
@@ -123,7 +124,7 @@ def build(directory: pathlib.Path) -> list[pathlib.Path]:
     }
     with tarfile.open(sdist) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    pages = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md"}
+    pages = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "NOTICE", "README.md", "SECURITY.md"}
     compare(sdist, packaged | pages, names)
     inside = {name for name in packaged if not name.endswith(SOURCES)}
     inside = {re.sub("^configs/", "tfdist/configs/", name) for name in inside}
@@ -152,7 +153,7 @@ def use(artefact: pathlib.Path, directory: pathlib.Path) -> None:
     bin_ = environment(directory / "venv")
     install(bin_, str(artefact))
     list_materials(bin_, directory / SBOM, directory.parent / "tools" / "bin")
-    install(bin_, "tfdist[digits]", "pytest")  # tfdist itself is there already
+    install(bin_, "pytest")
     work = directory / "work"
     work.mkdir()
     python, tfdist = bin_ / "python", bin_ / "tfdist"
@@ -167,8 +168,10 @@ def use(artefact: pathlib.Path, directory: pathlib.Path) -> None:
     native = glob.glob(str(pathlib.Path(where).parent / "parallel/collectives/native/*.so"))
     if shutil.which("c++") and not native:
         raise Failed(f"{artefact.name}: the native library was not compiled, though c++ is here")
-    run(tfdist, "new", "project", cwd=work)
-    print(run(python, "-m", "pytest", "-q", "project", cwd=work).splitlines()[-1])
+    for template in TEMPLATES:
+        run(tfdist, "new", template, "--template", template, cwd=work)
+        tested = run(python, "-m", "pytest", "-q", template, cwd=work).splitlines()[-1]
+        print(f"{template}: {tested}", flush=True)
     words = ("--config=digits", "--config.train.epochs=1", f"--config.output.dir={work / 'run'}")
     print(run(tfdist, "train", *words, cwd=work).splitlines()[-1])
     if not (work / "run" / "summary.json").is_file():

@@ -1,8 +1,13 @@
-"""The TFDS dataset `tfdist_digits`: scikit-learn's handwritten digits, without a download."""
+"""The TFDS dataset `tfdist_digits`: handwritten digits that are a part of tfdist.
+
+They are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak
+(1998), https://doi.org/10.24432/C50P49, licensed under CC BY 4.0, as scikit-learn has it too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 import io
 
 import numpy as np
@@ -17,7 +22,7 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
 
     The grey levels 0 to 16 of the original are scaled to 0 to 255, so that the images have the
     range of other TFDS datasets; `round(image / 255 * 16)` restores the original. The test images
-    are spread evenly over scikit-learn's order, see `is_test`. Importing this module registers the
+    are spread evenly over the original order, see `is_test`. Importing this module registers the
     name with TFDS.
     """
 
@@ -27,7 +32,7 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
             builder=self,
-            description="Handwritten digits of 8 x 8 pixels, as they come with scikit-learn.",
+            description="Handwritten digits of 8 x 8 pixels, in 17 grey levels.",
             homepage="https://archive.ics.uci.edu/dataset/80",
             features=tfds.features.FeaturesDict(
                 {
@@ -36,7 +41,7 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
                 }
             ),
             supervised_keys=("image", "label"),
-            disable_shuffling=True,  # keep scikit-learn's order
+            disable_shuffling=True,  # keep the original order
         )
 
     def download_and_prepare(self, **kwargs) -> None:
@@ -65,7 +70,7 @@ def is_test(index: np.ndarray) -> np.ndarray:
     """Return whether digits belong to the test split.
 
     Args:
-        index: Places in scikit-learn's order, int `[n]`, each in [0, 1797).
+        index: Places in the original order, int `[n]`, each in [0, 1797).
 
     Returns:
         bool `[n]`; about every sixth is True, 297 in total.
@@ -81,13 +86,7 @@ def is_test(index: np.ndarray) -> np.ndarray:
 
 def _read() -> tuple[np.ndarray, np.ndarray]:
     """Return images, uint8 `[1797, 8, 8, 1]` from 0 to 255, and labels, int `[1797]`."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ValueError(
-            "tfdist_digits: scikit-learn is needed to prepare this data set, and is not "
-            "installed. Run: pip install tfdist[digits]"
-        ) from error
-    digits = load_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-    return images[..., np.newaxis], digits.target
+    file = importlib.resources.files(__package__) / "digits.npz"
+    with file.open("rb") as opened, np.load(opened) as digits:
+        images = np.round(digits["images"] * (255 / 16)).astype(np.uint8)
+        return images[..., np.newaxis], digits["labels"]

@@ -43,7 +43,7 @@ def load(
     """Return a split of a TFDS dataset, which is prepared first if necessary.
 
     If several workers share `data_dir`, one prepares the dataset and the others wait. The dataset
-    `tfdist_digits` of this package is made from scikit-learn's copy and downloads nothing; TFDS
+    `tfdist_digits` of this package is a part of it and downloads nothing; TFDS
     downloads other datasets on first use. The order of examples is the order of `tfds.load(name,
     split=split)`.
 

@@ -3,7 +3,6 @@
 The order is TFDS' own.
 """
 
-import builtins
 import fcntl
 import random
 import shutil
@@ -15,7 +14,7 @@ import tensorflow as tf
 import tensorflow_datasets
 
 from tfdist.data import files_io
-from tfdist.data.sources import tfds
+from tfdist.data.sources import digits, tfds
 from tfdist.data.sources.digits import TfdistDigits
 
 
@@ -75,6 +74,9 @@ def test_digits_are_complete_and_split_for_good(digits_dir):
     original = load_digits()
     assert labels[0] == original.target[6]
     np.testing.assert_array_equal(np.round(images[0, ..., 0] / 255 * 16), original.images[6])
+    shipped, shipped_labels = digits._read()
+    np.testing.assert_array_equal(np.round(shipped[..., 0] / 255 * 16), original.images)
+    np.testing.assert_array_equal(shipped_labels, original.target)
 
 
 def test_digits_need_no_network(tmp_path, monkeypatch):
@@ -121,19 +123,6 @@ def test_the_wait_for_another_process_ends_and_names_it(tmp_path):
                 pass
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_preparing_without_scikit_learn_names_the_extra(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without_sklearn(name, *args, **kwargs):
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_sklearn)
-    with pytest.raises(ValueError, match=r"pip install tfdist\[digits\]"):
-        tfds.load("tfdist_digits", "test", tmp_path)
 
 
 def test_error_for_an_unknown_name_suggests_the_nearest(digits_dir):
