@@ -87,7 +87,7 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     keywords=["distributed training", "keras", "machine learning", "tensorflow"],
     classifiers=[
-        "Development Status :: 3 - Alpha",
+        "Development Status :: 4 - Beta",
         "Environment :: Console",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",

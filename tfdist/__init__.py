@@ -11,7 +11,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 if TYPE_CHECKING:
     from tfdist import app, config, data, flags, layers, loops, models, optimizers, parallel, sync
