@@ -34,6 +34,7 @@ from tfdist.cluster.spec import DATA_WORKERS, data_workers
 from tfdist.data.batch_rows import plain
 from tfdist.data.portable import bound_to_process, graph_of
 from tfdist.keras_compat import held_bytes
+from tfdist.runtime.determinism import ops_are_deterministic
 from tfdist.runtime.formatting import format_bytes
 
 # Steps that a data worker prefetches, and steps that the reader prefetches of each.
@@ -135,7 +136,7 @@ def distribute(
         >>> [int(n) for n in five]
         [2, 3, 4]
     """
-    if _deterministic_ops():
+    if ops_are_deterministic():
         # With op determinism, TensorFlow rejects datasets that return elements as they become
         # ready, and breaks datasets that it rewrites for another process.
         raise ValueError(
@@ -351,19 +352,6 @@ def _fail_when_absent(data: tf.data.Dataset, spec: Any, state: tf.Tensor) -> tf.
         plain(lambda kind, _: kind == _STEP)
     )
     return steps.map(plain(lambda _, step: step.get_value()))
-
-
-def _deterministic_ops() -> bool:
-    """Return whether `tf.config.experimental.enable_op_determinism` was called.
-
-    If so, no dataset can return the elements that become ready first.
-    """
-    try:
-        with tf.Graph().as_default():
-            tf.random.uniform([])
-    except RuntimeError:  # it refuses random numbers without a seed
-        return True
-    return False
 
 
 def _status_ticks(state: tf.Tensor) -> tf.data.Dataset:

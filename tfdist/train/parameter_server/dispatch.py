@@ -27,6 +27,7 @@ from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
 from tfdist.train.parameter_server.worker_pool import Pool
 from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
+from tfdist.train.timing.graph_timestamps import clock
 
 REFRESH_S = 0.1  # between metric updates, if no callback needs the logs of single steps
 GROUP_S = 0.1  # of work that a worker takes at once in that case
@@ -428,12 +429,10 @@ class RemoteRunner:
         )
 
         def read(result):
-            with tf.control_dependencies([result]):
-                started = tf.timestamp()
+            started = clock([result])
             with tf.control_dependencies([started]):
                 following = iterator.get_next_as_optional()
-            with tf.control_dependencies([following.has_value()]):
-                waited = tf.timestamp() - started
+            waited = clock([following.has_value()]) - started
             return following, result + tf.one_hot(
                 2, tf.size(result), waited, tf.zeros([], tf.float64)
             )

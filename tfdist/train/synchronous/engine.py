@@ -39,6 +39,7 @@ from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
 from tfdist.parallel.sharding.whole_model_files import as_plain
+from tfdist.runtime.determinism import ops_are_deterministic
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -211,7 +212,13 @@ class Engine(Hooks):
         expected_equal["number of tfdist.StepBreakdown callbacks"] = len(
             breakdowns := [c for c in callbacks if isinstance(c, StepBreakdown)]
         )
-        measures = bool(Launched.from_environ().stragglers) and self.placement.workers > 1
+        deterministic = ops_are_deterministic()
+        expected_equal["tf.config.experimental.enable_op_determinism()"] = deterministic
+        measures = (
+            bool(Launched.from_environ().stragglers)
+            and self.placement.workers > 1
+            and not deterministic
+        )
         expected_equal[f"{STRAGGLERS}, which tfdist launch sets"] = measures
         exact, exact_test, progress, saves = self._agree(
             model, expected_equal, callbacks, bool(call["progress"])
@@ -233,7 +240,8 @@ class Engine(Hooks):
             range(call["initial_epoch"] * per_epoch, call["epochs"] * per_epoch) if steps else None
         )
         self.heartbeat.begin(call["initial_epoch"], call["steps_per_epoch"] or length(call["x"]))
-        with self._during("fit"), self._recording(breakdowns, measures):
+        measured = [] if deterministic else breakdowns
+        with self._during("fit"), self._recording(measured, measures):
             return keras_method(model, **call["kwargs"])
 
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):

@@ -70,9 +70,10 @@ class StepBreakdown(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         if self.recorder is None:
             log.warning(
-                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing under this "
-                "strategy. It supports the synchronous strategies of tfdist. Under parameter "
-                "servers, workers do not wait for each other."
+                "tfdist.StepBreakdown (telemetry.step_breakdown) measures nothing here. It needs a "
+                "synchronous strategy of tfdist, without "
+                "tf.config.experimental.enable_op_determinism(). Under parameter servers, workers "
+                "do not wait for each other."
             )
 
     def on_epoch_begin(self, epoch, logs=None):

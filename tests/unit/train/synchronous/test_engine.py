@@ -726,3 +726,33 @@ def test_predict_builds_a_model(mirrored, sparse):
     batches = batches.map(tf.sparse.from_dense) if sparse else batches
     predictions = model.predict(batches, verbose=0)
     np.testing.assert_allclose(predictions, x @ model.get_weights()[0], rtol=1e-6)
+
+
+DETERMINISTIC = """
+import sys, keras, numpy as np, tensorflow as tf, tfdist
+keras.utils.set_random_seed(1)
+tf.config.experimental.enable_op_determinism()
+x = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+for name, devices in (("mirrored", "cpu:0,cpu:1"), ("one_device", "cpu:0")):
+    strategy = tfdist.make_strategy(name, devices=devices)
+    for callback in (
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None),
+        tfdist.StepBreakdown(sys.argv[1]),
+    ):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, use_bias=False)])
+            model.set_weights([np.ones([3, 1])])
+            model.compile("sgd", "mse")
+        fitted = model.fit(x, x[:, 0], batch_size=8, epochs=2, verbose=0, callbacks=[callback])
+        print(*fitted.history["loss"])
+"""
+
+
+def test_deterministic_operations_give_equal_losses(run_python, tmp_path):
+    """Run in a process of its own, because its operations stay deterministic."""
+    run = run_python(DETERMINISTIC, str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    losses = np.array([line.split() for line in run.stdout.splitlines()], float)
+    assert losses.shape == (4, 2)
+    np.testing.assert_allclose(losses, losses[[0] * 4], rtol=1e-6)
+    assert run.stderr.count("measures nothing here") == 2
