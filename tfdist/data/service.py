@@ -33,8 +33,7 @@ from tfdist.cluster.addresses import Presence, address_problem, check_addresses,
 from tfdist.cluster.spec import DATA_WORKERS, data_workers
 from tfdist.data.batch_rows import plain
 from tfdist.data.portable import bound_to_process, graph_of
-from tfdist.keras_compat import held_bytes
-from tfdist.runtime.determinism import ops_are_deterministic
+from tfdist.keras_compat import held_bytes, ops_are_deterministic
 from tfdist.runtime.formatting import format_bytes
 
 # Steps that a data worker prefetches, and steps that the reader prefetches of each.

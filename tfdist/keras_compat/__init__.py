@@ -261,6 +261,20 @@ def announced(key: str, seconds: float) -> str | None:
         return None
 
 
+def ops_are_deterministic() -> bool:
+    """Return whether `tf.config.experimental.enable_op_determinism` was called.
+
+    If so, no operation reads the clock, and no dataset can return the elements that become ready
+    first.
+    """
+    try:
+        with tf.Graph().as_default():
+            tf.random.uniform([])
+    except RuntimeError:  # it refuses random numbers without a seed
+        return True
+    return False
+
+
 def unordered(op: tf.Operation) -> None:
     """Let a stateful operation of a function run as soon as it can.
 
@@ -521,6 +535,7 @@ def _replica_hooks() -> tuple[tuple[type, str, str], ...]:
         (tf.distribute.ReplicaContext, "all_gather", "all_gather_in_replica"),
         # The class of what `tf.function` returns.
         (type(tf.function(lambda: None)), "__call__", "call_function"),
+        (tf.GradientTape, "gradient", "gradient"),
     )
 
 

@@ -248,6 +248,10 @@ class Hooks:
         """Call what `tf.function` returned."""
         return tf_method(function, *args, **kwargs)
 
+    def gradient(self, tf_method: Callable, tape: Any, *args, **kwargs):
+        """Return the gradients of a tape."""
+        return tf_method(tape, *args, **kwargs)
+
 
 def bind(keras_method: Callable, model, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a Keras method by name, with defaults.

@@ -80,5 +80,5 @@ def check_equal(
                 f"value on replica {replica} (of {worker}) than on replica 0. A replica's "
                 "gradients are those of its own rows. Update weights with "
                 "optimizer.apply(gradients, weights), which sums them over the replicas. For a "
-                "state that is not a weight, use add_weight(trainable=False) of a layer."
+                "state that may be averaged, use add_weight(trainable=False) of a layer."
             )

@@ -31,6 +31,7 @@ from tfdist.keras_compat import (
     metrics_of,
     model_supports_jit,
     note_jit_compile,
+    ops_are_deterministic,
     unchanged_by_saving,
 )
 from tfdist.parallel.collectives.native.transport import Transport
@@ -39,7 +40,6 @@ from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
 from tfdist.parallel.sharding.whole_model_files import as_plain
-from tfdist.runtime.determinism import ops_are_deterministic
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -428,6 +428,10 @@ class Engine(Hooks):
     def call_function(self, tf_method: Callable, function: Any, *args, **kwargs):
         """See `replica_step.call_function`."""
         return replica_step.call_function(tf_method, function, *args, **kwargs)
+
+    def gradient(self, tf_method: Callable, tape: tf.GradientTape, *args, **kwargs):
+        """See `replica_step.gradient`."""
+        return replica_step.gradient(tf_method, tape, *args, **kwargs)
 
     @property
     def is_chief(self) -> bool:  # type: ignore[override]

@@ -421,7 +421,8 @@ def compare(notes: np.ndarray, placement: Placement) -> None:
         (
             "global batches",
             "Every worker must build the same data in the same order; tfdist then takes each "
-            "worker's rows. Pass a seed to shuffle() and to generators, do not shard() by worker, "
+            "worker's rows. Pass a seed to shuffle() and to generators, draw no random numbers in "
+            "map(num_parallel_calls=...), do not shard() by worker, "
             "build a new data set that ends in repeat() for each fit, or use "
             "tfdist.data.pipeline.",
         ),

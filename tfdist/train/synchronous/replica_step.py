@@ -10,6 +10,7 @@ moving statistics. This module creates no variables and reads no batches.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,13 @@ from tfdist.keras_compat import (
 from tfdist.keras_compat.global_generator import SEED_STRIDE
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
+from tfdist.parallel.replica_weight import (
+    Weight,
+    gradients_of_rows,
+    has_all_rows,
+    step_weight,
+    weighted_step,
+)
 from tfdist.train.synchronous.feed import Batch, replica_rows
 from tfdist.train.synchronous.gathered_metrics import is_gathered
 
@@ -77,14 +84,15 @@ def _run_replica(
     replica = context.replica_id_in_sync_group
     local = local_replica(placement)
     data = replica_rows(batch, local, placement, host)
+    count = functools.partial(count_rows, data)
     if even:
         weight: Weight = 1.0 / placement.replicas
-        with weighted_step(weight, combine), _own_seeds(model, replica, local):
+        with weighted_step(weight, combine, count), _own_seeds(model, replica, local):
             return step(data)
-    rows = count_rows(data)
+    rows = count()
     total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
     weight = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
-    with weighted_step(weight, combine), _own_seeds(model, replica, local):
+    with weighted_step(weight, combine, count), _own_seeds(model, replica, local):
         with _unchanged_if(tf.equal(rows, 0), model, local):
             return step(data)
 
@@ -104,6 +112,26 @@ def call_function(tf_method: Callable, function: Any, *args, **kwargs) -> Any:
     if step_weight() is None or is_compiled_by_xla(function):
         return tf_method(function, *args, **kwargs)
     return python_of(function)(*args, **kwargs)
+
+
+def gradient(
+    tf_method: Callable,
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
+    """Return the gradients of a tape with respect to tensors or variables.
+
+    TensorFlow's gradient of a vector is that of its sum. With respect to variables, that of a
+    vector with a value for each row is the sum over the rows of the global batch.
+    """
+    if output_gradients is None and any(hasattr(x, "handle") for x in tf.nest.flatten(sources)):
+        of_rows = [gradients_of_rows(x) for x in tf.nest.flatten(target)]
+        if any(x is not None for x in of_rows):
+            output_gradients = of_rows
+    return tf_method(tape, target, sources, output_gradients, unconnected_gradients)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.keras_compat import unordered
+from tfdist.keras_compat import ops_are_deterministic, unordered
 from tfdist.parallel.placement import Placement
-from tfdist.runtime.determinism import ops_are_deterministic
 
 PER_REPLICA = 3  # readings: gradients available, sums available, step done
 

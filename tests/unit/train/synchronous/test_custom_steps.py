@@ -60,6 +60,21 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+class LossOfEachRow(OwnStep):
+    """Take the gradient of a vector, which TensorFlow takes for its sum."""
+
+    def loss_of(self, y, prediction):
+        return tf.square(y - prediction)[:, 0] / 30
+
+    def logs(self, loss, y, prediction):
+        return {"loss": tf.reduce_mean(loss)}
+
+
+class LossOfEachOutput(LossOfEachRow):
+    def loss_of(self, y, prediction):
+        return tf.reduce_mean(tf.square(y - prediction * [0.5, 1.0, 2.0]), 0) / 9
+
+
 class KerasLoss(OwnStep):
     def loss_of(self, y, prediction):
         return mse()(y, prediction)
@@ -203,6 +218,8 @@ def check_equal(ones, twos):
     "make",
     [
         lambda: mlp(OwnStep),
+        lambda: mlp(LossOfEachRow),
+        lambda: mlp(LossOfEachOutput),
         lambda: mlp(KerasLoss),
         lambda: mlp(Trackers),
         lambda: mlp(Guide),
@@ -210,7 +227,17 @@ def check_equal(ones, twos):
         lambda: mlp(AddedToLoss),
         endpoint,
     ],
-    ids=["mean by hand", "Keras' loss", "trackers", "guide", "compute_loss", "added", "endpoint"],
+    ids=[
+        "mean by hand",
+        "of rows",
+        "of outputs",
+        "Keras' loss",
+        "trackers",
+        "guide",
+        "compute_loss",
+        "added",
+        "endpoint",
+    ],
 )
 def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
     loss = None if make is endpoint else "mse"
