@@ -140,7 +140,7 @@ def resnet(
     input_shape: Sequence[int],
     classes: int,
     filters: Sequence[int] = (16, 32, 64),
-    blocks: int = 1,
+    blocks: int | Sequence[int] = 1,
     scale: float = PIXEL,
 ) -> keras.Model:
     """Build a residual network with batch normalization before each convolution.
@@ -152,17 +152,22 @@ def resnet(
         classes: Number of classes.
         filters: Filters of each stage, default (16, 32, 64); every stage but the first halves
             height and width.
-        blocks: Residual blocks in each stage, default 1.
+        blocks: Number of residual blocks in each stage, one number for all or one for each,
+            default 1.
         scale: Factor for the inputs; the default scales pixels from 0 to 255 to 0 to 1.
 
     Returns:
         The model, from `[batch, height, width, channels]` to `[batch, classes]`.
+
+    Raises:
+        ValueError: If `blocks` is neither a number above 0 nor one for each stage.
     """
+    numbers = _blocks_of_stages(blocks, len(filters))
     inputs = keras.Input(input_shape)
     x = layers.Rescaling(scale)(inputs)
     x = _conv(x, filters[0])
     for stage, count in enumerate(filters):
-        for block in range(blocks):
+        for block in range(numbers[stage]):
             strides = 2 if stage > 0 and block == 0 else 1
             y = _conv(_norm(x), count, strides)
             y = _conv(_norm(y), count)
@@ -328,6 +333,19 @@ def _from_function(name: str, options: dict[str, Any]) -> keras.Model:
 def _classify(x: Any, classes: int) -> Any:
     # Probabilities need float32, also under a mixed precision policy.
     return layers.Dense(classes, activation="softmax", dtype="float32", name="probabilities")(x)
+
+
+def _blocks_of_stages(blocks: Any, stages: int) -> Sequence[int]:
+    """Return the number of residual blocks in each stage of `resnet`."""
+    numbers = blocks if isinstance(blocks, list | tuple) else [blocks] * stages
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers)
+    if not whole or len(numbers) != stages:
+        raise ValueError(
+            "model 'resnet', option 'blocks' (model.options.blocks): expected a whole number of at "
+            f"least 1, or {stages} of them, one for each stage of option 'filters'; received "
+            f"{blocks!r}."
+        )
+    return numbers
 
 
 def _residual(

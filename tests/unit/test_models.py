@@ -56,6 +56,32 @@ def test_residual_networks_have_the_weights_of_their_paper(name, count):
     assert sizes == {224, 112, 56, 28, 14, 7}
 
 
+def shapes(blocks):
+    model = models.build("resnet", **IMAGE, blocks=blocks)
+    return [(v.path.rpartition("/")[2], tuple(v.shape)) for v in model.weights]
+
+
+@pytest.mark.parametrize("blocks", [(2, 2, 2), [2, 2, 2]])
+def test_one_number_of_blocks_is_that_of_every_stage(blocks):
+    assert shapes(blocks) == shapes(2)
+
+
+def test_each_stage_can_have_its_number_of_blocks():
+    filters = [shape[-1] for _, shape in shapes((1, 2, 3)) if shape[:2] == (3, 3)]
+    assert filters == [16] * (1 + 2) + [32] * 4 + [64] * 6  # one convolution before the blocks
+
+
+@pytest.mark.parametrize(
+    "blocks", [0, True, 1.5, "1,2,1", None, (), (1, 2), (1, 0, 1), (1, 2.0, 1)]
+)
+def test_wrong_blocks_are_named_with_their_key(blocks):
+    message = (
+        r"\(model\.options\.blocks\): expected a whole number of at least 1, or 3 of them, .*rec"
+    )
+    with pytest.raises(ValueError, match=message):
+        models.build("resnet", **IMAGE, blocks=blocks)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
