@@ -55,6 +55,11 @@ def above(bound: float, default: float | None) -> Any:
     return dataclasses.field(default=default, metadata={"above": bound})
 
 
+def fraction(default: float | None) -> Any:
+    """Return a dataclass field whose value must be from 0 to below 1, unless it is None."""
+    return dataclasses.field(default=default, metadata={"at least": 0, "below": 1})
+
+
 def one_of(choices: tuple[str, ...], default: str | None) -> Any:
     """Return a dataclass field whose value must be one of `choices`."""
     return dataclasses.field(default=default, metadata={"one of": choices})
@@ -192,6 +197,11 @@ def check(section: Any, path: str) -> None:
             raise ValueError(
                 f"{key}: expected a number from {rule['at least']} to {rule['at most']}, received "
                 f"{value!r}."
+            )
+        if "below" in rule and not rule["at least"] <= value < rule["below"]:
+            raise ValueError(
+                f"{key}: expected a number from {rule['at least']} to below {rule['below']}, "
+                f"received {value!r}."
             )
         if "at least" in rule and not value >= rule["at least"]:
             raise ValueError(f"{key}: expected at least {rule['at least']}, received {value!r}.")

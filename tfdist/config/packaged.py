@@ -6,8 +6,12 @@ import os
 import pathlib
 
 from tfdist.config.checks import nearest
+from tfdist.config.sections import Data
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
+# Environment variables that hold the default of data.data_dir, by the names of the configs whose
+# own function reads that directory.
+_DIRECTORY_VARIABLES = {"imagenet_resnet34": "IMAGENET"}
 
 
 def directory() -> pathlib.Path:
@@ -48,3 +52,23 @@ def find(name: str) -> str:
         f"--config={name}: no such file in {os.getcwd()}. Name a Python file that defines "
         f"get_config(), a YAML file, or a packaged config.{packaged}"
     )
+
+
+def check_data_dir(section: Data) -> None:
+    """Raise ValueError if a packaged config reads a directory that does not exist.
+
+    TFDS makes its directories, and a user's own function may do so too.
+
+    Args:
+        section: Section `data` of a run.
+    """
+    path = section.data_dir
+    file = os.path.realpath(section.name.rpartition(":")[0])
+    for name, variable in _DIRECTORY_VARIABLES.items():
+        of_config = file == os.path.realpath(directory() / f"{name}.py")
+        if of_config and path and "://" not in path and not os.path.isdir(path):
+            raise ValueError(
+                f"data.data_dir: expected the directory of the data, received {path!r}; there is "
+                f"no directory {os.path.abspath(path)}. Set the environment variable {variable}, "
+                f"from which {name} takes it, or --config.data.data_dir=DIRECTORY."
+            )

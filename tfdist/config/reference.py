@@ -153,6 +153,8 @@ def _allowed(name: str, rule: Mapping[str, Any]) -> str:
         return ("words with commas: " if name in WORDS else "") + ", ".join(choices)
     if "at most" in rule:
         return f"from {rule['at least']} to {rule['at most']}"
+    if "below" in rule:
+        return f"from {rule['at least']} to below {rule['below']}"
     if "at least" in rule:
         word = f", or {rule['word']}" if "word" in rule else ""
         return f"at least {rule['at least']}{word}"

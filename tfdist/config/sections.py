@@ -15,8 +15,10 @@ from tfdist.config.checks import (
     between,
     check,
     check_name,
+    fraction,
     hint,
     named,
+    nearest,
     not_one_of,
     one_of,
     step_range,
@@ -58,7 +60,17 @@ IMAGE_OPTIONS = (
     "antialias",
     "shrink",
 )
-MODELS = ("mlp", "cnn", "resnet", "resnet34", "resnet50", "transformer")
+# Options of each model of `tfdist.models`, besides those that the data have.
+MODEL_OPTIONS = {
+    "mlp": ("widths", "dropout", "scale"),
+    "cnn": ("filters", "units", "dropout", "scale"),
+    "resnet": ("filters", "blocks", "scale"),
+    "resnet34": ("filters", "dropout", "scale"),
+    "resnet50": ("filters", "dropout", "scale"),
+    "transformer": ("vocabulary", "width", "heads", "depth", "dropout", "scale"),
+}
+MODELS = tuple(MODEL_OPTIONS)
+OF_DATA = ("input_shape", "classes")  # options of all models, which come from the data
 AUTO = "auto"  # in place of a number: the largest that fits
 STRATEGIES = (
     "auto",
@@ -151,7 +163,7 @@ class Data:
     augment_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignore_errors: int = at_least(0, 0)
     cache: bool = False
-    threads: int | None = None
+    threads: int | None = at_least(1, None)
     service: bool = False
 
     def __post_init__(self) -> None:
@@ -194,8 +206,9 @@ class Model:
         name: One of `tfdist.models.MODELS`; or FILE.py:FUNCTION or package.module:FUNCTION, called
             with input_shape, classes and the options, which returns a `keras.Model`. A compiled
             model is not compiled again.
-        options: Options of the model, such as {"dropout": 0.1}. Shape and classes come from the
-            data.
+        options: Options of the model, such as {"dropout": 0.1}: arguments of the function of that
+            name in `tfdist.models`. "resnet" takes blocks, one number for all stages or one for
+            each. Shape and classes come from the data.
     """
 
     name: str = named(MODELS, "cnn")
@@ -203,6 +216,15 @@ class Model:
 
     def __post_init__(self) -> None:
         check(self, "model")
+        if self.name not in MODEL_OPTIONS:  # a user's function
+            return
+        allowed = MODEL_OPTIONS[self.name]
+        for name in self.options:
+            if name not in (*allowed, *OF_DATA):
+                raise ValueError(
+                    f'model.options.{name}: no option of "{self.name}". '
+                    f"{nearest(str(name), allowed)}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,13 +421,13 @@ class Sync:
     combine: str = one_of(("mean", "replicas", "sum"), "mean")
     comm_dtype: str | None = one_of(("bfloat16", "float16"), None)
     bucket_bytes: int = at_least(1, 4 << 20)
-    clip_norm: float | None = None
+    clip_norm: float | None = above(0, None)
     accumulate: int = at_least(1, 1)
     skip_nonfinite: bool = False
     every: int = at_least(0, 8)
     warmup: int = at_least(0, 0)
-    outer_learning_rate: float | None = None
-    outer_momentum: float | None = None
+    outer_learning_rate: float | None = above(0, None)
+    outer_momentum: float | None = fraction(None)
 
     def __post_init__(self) -> None:
         check(self, "sync")

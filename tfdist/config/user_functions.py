@@ -14,7 +14,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from tfdist.config import nearest
+from tfdist.config import Run, nearest, reference
+from tfdist.config.checks import words_of
+
+# Keys that may name a function of a file, as a text or as words with commas.
+KEYS = (
+    "data.name",
+    "model.name",
+    "train.optimizer",
+    "train.schedule",
+    "train.loss",
+    "train.metrics",
+    "train.callbacks",
+)
 
 _files: dict[str, ModuleType] = {}  # loaded files, by path
 
@@ -27,6 +39,26 @@ def in_file(text: str) -> bool:
         (True, False, False)
     """
     return bool(re.fullmatch(r".+\.py:\w*", text))
+
+
+def check_files(settings: Run) -> None:
+    """Raise ValueError if a setting names a function of a file that does not exist.
+
+    This runs no code of a user, so it is quick.
+
+    Args:
+        settings: Settings of a run.
+    """
+    for key in KEYS:
+        section, name = key.split(".")
+        value = getattr(getattr(settings, section), name)
+        for word in words_of(value) if key in reference.WORDS else (value,):
+            where = word.rpartition(":")[0]
+            if where.endswith(".py") and not os.path.isfile(where):
+                raise ValueError(
+                    f"{key}: expected FILE.py:FUNCTION of a file that exists, received {word!r}; "
+                    f"there is no file {os.path.abspath(where)}. Correct the path."
+                )
 
 
 def load(text: str, key: str) -> Callable[..., Any]:

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 BASE = "base"  # key of a YAML file that names the config that it changes
-# Keys that may name a function of a file, as a text or as words with commas.
-_FUNCTION_KEYS = (
-    "data.name",
-    "model.name",
-    "train.optimizer",
-    "train.schedule",
-    "train.loss",
-    "train.metrics",
-    "train.callbacks",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +196,7 @@ def _value(key: str, value: Any, directory: str) -> Any:
     words = key in reference.WORDS
     if words and isinstance(value, list) and all(isinstance(word, str) for word in value):
         value = ", ".join(value)
-    if key in _FUNCTION_KEYS and isinstance(value, str):
+    if key in user_functions.KEYS and isinstance(value, str):
         parts = value.split(",") if words else [value]
         return ",".join(_beside(part.strip(), directory) for part in parts)
     return _plain(key, value)

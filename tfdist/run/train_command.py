@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import config
 from tfdist.cluster.spec import ClusterSpec
-from tfdist.run import config_files, sweep
+from tfdist.config import packaged, user_functions
+from tfdist.run import config_files, sweep, telemetry_callbacks
 from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
 from tfdist.runtime.formatting import format_bytes
@@ -144,7 +145,9 @@ def parse(argv: Sequence[str]) -> config.Run:
     if left:
         raise ValueError(f"{left[0]}: expected --config.KEY=VALUE, received this word.")
     try:
-        return config.Run.from_dict(values.config.to_dict())
+        run_settings = config.Run.from_dict(values.config.to_dict())
+        user_functions.check_files(run_settings)
+        return run_settings
     except ValueError as error:
         raise settings.locate(error) from error
 
@@ -197,16 +200,17 @@ def run(settings: config.Run) -> dict[str, Any]:
     """
     started = time.monotonic()
     where = settings.strategy
+    packaged.check_data_dir(settings.data)
+    telemetry_callbacks.check(settings)
     with startup_lines.hidden():
         import keras
 
         import tfdist
-        from tfdist.run import build, compilation, input_pipeline, telemetry_callbacks
+        from tfdist.run import build, compilation, input_pipeline
         from tfdist.run.fit_callbacks import callbacks, check_optimizer
         from tfdist.run.plan import largest_batch
         from tfdist.strategies.factory import is_chief
 
-        telemetry_callbacks.check(settings)
         strategy = build.make_strategy(where, settings.sync)
     chief = is_chief(strategy)
     directory = find_directory(settings)

@@ -179,6 +179,28 @@ from tfdist.run.train_command import find_directory, parse
             "train.class_weight.0: expected a number of at least 0, received -1.",
         ),
         ({"model": {"options": 3}}, "model.options: expected a mapping"),
+        (
+            {"model": {"options": {"filterz": (1, 2)}}},
+            'model.options.filterz: no option of "cnn". Did you mean filters?',
+        ),
+        (
+            {"model": {"name": "mlp", "options": {"units": 3}}},
+            'model.options.units: no option of "mlp". Expected one of dropout, scale, widths.',
+        ),
+        ({"data": {"threads": -1}}, "data.threads: expected at least 1, received -1."),
+        ({"sync": {"clip_norm": -1}}, "sync.clip_norm: expected a number above 0, received -1.0."),
+        (
+            {"sync": {"outer_momentum": 3}},
+            "sync.outer_momentum: expected a number from 0 to below 1, received 3.0.",
+        ),
+        (
+            {"sync": {"kind": "diloco", "outer_momentum": 1}},
+            "sync.outer_momentum: expected a number from 0 to below 1, received 1.0.",
+        ),
+        (
+            {"sync": {"kind": "diloco", "outer_learning_rate": 0}},
+            "sync.outer_learning_rate: expected a number above 0, received 0.0.",
+        ),
         ({"name": 1}, "name: expected text"),
         *(
             ({"name": name}, "name: expected a name for the directory of the run")
@@ -230,6 +252,12 @@ from tfdist.run.train_command import find_directory, parse
 def test_a_mistake_is_named_with_its_key(settings, message):
     with pytest.raises(ValueError, match="^" + message.replace(".", r"\.").replace("?", r"\?")):
         config.Run.from_dict(settings)
+
+
+def test_options_of_a_users_model_are_left_to_it():
+    given = {"name": "mine.py:build", "options": {"filterz": 3}}
+    assert config.Run.from_dict({"model": given}).model.options == {"filterz": 3}
+    assert config.Run.from_dict({"model": {"options": {"classes": 3}}}).model.options
 
 
 def test_run_survives_conversion_to_a_dict():
@@ -336,6 +364,30 @@ def test_reading_a_config_imports_no_tensorflow(run_python):
     assert done.stdout.split() == ["False"] * 3, done.stderr
 
 
+def test_wrong_settings_are_found_before_tensorflow_is_loaded(run_python):
+    run_python(
+        """
+import sys
+from tfdist.run import train_command
+for word in (
+    "sync.clip_norm=-1",
+    "model.options.filterz=3",
+    "train.loss=absent.py:loss",
+    "telemetry.backends=absent_backend",
+    "telemetry.images=3 --config.telemetry.backends=jsonl",
+):
+    try:
+        words = ["--config=digits", *f"--config.{word}".split()]
+        train_command.run(train_command.parse(words))
+    except ValueError as error:
+        assert str(error).startswith(word.partition("=")[0] + ": "), error
+        assert not {"tensorflow", "keras"} & set(sys.modules), word
+    else:
+        raise AssertionError(word)
+"""
+    )
+
+
 def test_options_of_options_can_be_set_on_the_command_line():
     run = parse(
         [
@@ -373,11 +425,12 @@ def test_batch_on_the_command_line_is_a_number_or_auto(words, batch):
         assert run.data.global_batch_size == batch
 
 
-def test_callbacks_and_class_weights_can_be_set_on_the_command_line():
+def test_callbacks_and_class_weights_can_be_set_on_the_command_line(tmp_path):
+    (tmp_path / "mine.py").touch()
     run = parse(
         [
             "--config=configs/digits.py",
-            "--config.train.callbacks=EarlyStopping, mine.py:Note",
+            f"--config.train.callbacks=EarlyStopping, {tmp_path}/mine.py:Note",
             "--config.train.callback_options.EarlyStopping.patience=3",
             "--config.train.callback_options.Note.word=hello",
             "--config.train.class_weight={0: 1, 3: 2.5}",
@@ -396,11 +449,11 @@ def test_functions_have_their_options_by_their_own_names(tmp_path):
     path = tmp_path / "config.py"
     path.write_text(
         "import tfdist\ndef get_config():\n    c = tfdist.config.default()\n"
-        "    c.train.metrics = 'mine.py:Hits'\n    c.train.metric_options.Hits = {'k': 2}\n"
+        f"    c.train.metrics = '{path}:Hits'\n    c.train.metric_options.Hits = {{'k': 2}}\n"
         "    return c\n"
     )
     train = parse([f"--config={path}"]).train
-    assert sections.options_of(train.metric_options, "mine.py:Hits") == {"k": 2}
+    assert sections.options_of(train.metric_options, f"{path}:Hits") == {"k": 2}
 
 
 def test_public_names_are_lazy_and_listed(run_python):

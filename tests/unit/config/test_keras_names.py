@@ -56,6 +56,12 @@ def test_models_and_strategies_are_those_that_exist():
     assert set(sections.STRATEGIES) == set(factory.NAMES)
 
 
+def test_options_of_models_are_those_that_exist():
+    for name, function in models.MODELS.items():
+        parameters = inspect.signature(function).parameters
+        assert (*sections.OF_DATA, *sections.MODEL_OPTIONS[name]) == tuple(parameters)
+
+
 def test_callbacks_and_their_options_are_those_of_keras():
     kinds = {
         keras_names.plain(name): kind

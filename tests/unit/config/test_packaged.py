@@ -1,10 +1,12 @@
 """Test that configs of the package are found by their names."""
 
+import dataclasses
+
 import pytest
 
-from tfdist import cli
+from tfdist import cli, config
 from tfdist.config import packaged
-from tfdist.run.train_command import parse
+from tfdist.run.train_command import parse, run
 
 
 def test_a_packaged_config_is_found_in_any_directory(tmp_path, monkeypatch):
@@ -22,6 +24,29 @@ def test_every_packaged_config_is_right(tmp_path, monkeypatch):
     assert packaged.names()
     for name in packaged.names():
         assert parse([f"--config={name}"]).name == name
+
+
+def test_directory_that_a_packaged_config_reads_must_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("IMAGENET", raising=False)
+    message = (
+        r"^data\.data_dir: expected .*received 'imagenet'; there is no directory .*imagenet\. Set "
+        r"the environment variable IMAGENET"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(parse(["--config=imagenet_resnet34"]))
+    monkeypatch.setenv("IMAGENET", "images")
+    section = parse(["--config=imagenet_resnet34"]).data
+    with pytest.raises(ValueError, match="received 'images'"):
+        packaged.check_data_dir(section)
+    (tmp_path / "images").mkdir()
+    packaged.check_data_dir(section)
+    packaged.check_data_dir(dataclasses.replace(section, data_dir="gs://bucket/images"))
+
+
+@pytest.mark.parametrize("name", ["tfdist_digits", "mine.py:examples"])
+def test_directories_of_other_data_may_be_made_later(name, tmp_path):
+    packaged.check_data_dir(config.Data(name=name, data_dir=str(tmp_path / "absent")))
 
 
 @pytest.mark.parametrize("name", ["digit", "digits.py", "configs/digits.py"])

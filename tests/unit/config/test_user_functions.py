@@ -10,7 +10,7 @@ from tfdist import config, models
 from tfdist.config import user_functions
 from tfdist.data import pipeline
 from tfdist.run import input_pipeline
-from tfdist.run.train_command import run
+from tfdist.run.train_command import parse, run
 
 CODE = """
 import keras
@@ -152,6 +152,29 @@ def test_a_model_that_is_not_compiled_is_compiled_as_usual(file, tmp_path):
 def test_errors_name_the_config_key(file, tmp_path, data, model, message):
     with pytest.raises(ValueError, match=message):
         run(settings(tmp_path, data.format(file=file), model.format(file=file)))
+
+
+@pytest.mark.parametrize("key", user_functions.KEYS)
+def test_a_file_that_does_not_exist_is_found_at_once(file, tmp_path, key):
+    (tmp_path / "a,b.py").touch()
+    wrong = "absent.py:f"
+    if key == "train.metrics":
+        wrong = f"accuracy, {file}:metric, {wrong}"
+    words = [f"--config.{key}={wrong}", f"--config.data.name={tmp_path}/a,b.py:examples"]
+    words = words[: 1 if key == "data.name" else 2]
+    with pytest.raises(
+        ValueError,
+        match=rf"^{key}: expected FILE.py:FUNCTION of a file that exists, received 'absent.py:f'; "
+        r"there is no file /.*/absent\.py\.",
+    ):
+        parse(["--config=digits", *words])
+
+
+def test_place_of_a_file_that_does_not_exist_is_named(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: digits\ntrain:\n  loss: absent.py:f\n")
+    with pytest.raises(ValueError, match=rf"^{path}, line 3: train\.loss: expected FILE.py:FUNC"):
+        parse([f"--config={path}"])
 
 
 def test_options_that_a_function_does_not_take_are_named(file, tmp_path):

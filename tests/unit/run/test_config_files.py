@@ -42,6 +42,7 @@ def written(text, name="own.yaml"):
 
 
 def test_a_yaml_file_has_the_keys_of_a_config():
+    written("", "parts.py")
     run = parse([written(SETTINGS), "--config.train.epochs=5", "--config.train.learning_rate=0.5"])
     assert (run.name, run.data.shuffle, run.data.cache) == ("2026", False, True)  # cache: base
     # A mapping of options replaces that of the base.
@@ -55,6 +56,7 @@ def test_a_yaml_file_has_the_keys_of_a_config():
 
 def test_files_of_functions_are_found_beside_the_yaml_file():
     written("", "sub/parts.py")
+    written("", "there.py")
     text = "model: {name: parts.py:build}\ntrain: {metrics: 'auc, parts.py:Hits, there.py:X'}\n"
     run = parse([written(text, "sub/own.yaml")])
     assert run.model.name == "sub/parts.py:build"

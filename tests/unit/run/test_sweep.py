@@ -79,8 +79,8 @@ def test_the_directory_is_below_runs_by_default():
         (["--sweep=train.epochs=1,0"], "--sweep train.epochs=0: train.epochs: expected at least 1"),
         (["--sweep=train.seed=1,1"], "received seed=1 and seed=1, which have the same settings"),
         (
-            ["--sweep=model.name=a/b.py:c,a-b.py:c"],
-            "received name=a/b.py:c and name=a-b.py:c, which have the same directory",
+            ["--sweep=model.name=a/b:c,a-b:c"],
+            "received name=a/b:c and name=a-b:c, which have the same directory",
         ),
         (["--sweep=name=a,b"], "--sweep name: expected another key"),
         (["--sweep=train.seed=1", "--config.train.seed=2"], "--config.train.seed=2: --sweep sets"),
