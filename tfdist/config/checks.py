@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -229,6 +230,29 @@ def check_name(key: str, value: str, names: tuple[str, ...], loose: bool) -> Non
         raise ValueError(
             not_one_of(key, value, names, "name a function of yours, FILE.py:FUNCTION")
         )
+
+
+@contextlib.contextmanager
+def keys_for_arguments(section: str, names: typing.Collection[str]) -> typing.Iterator[None]:
+    """Name keys of a section in errors that name the arguments that they are passed as.
+
+    Args:
+        section: Key of the section, such as "data".
+        names: Names of arguments that are also keys of the section.
+
+    Example:
+        >>> with keys_for_arguments("data", ("threads",)):
+        ...     raise ValueError("threads: expected a number, 1 or more; received 0.")
+        Traceback (most recent call last):
+        ValueError: data.threads: expected a number, 1 or more; received 0.
+    """
+    try:
+        yield
+    except ValueError as error:
+        match = re.match(r"(\w+)[:=]", str(error))
+        if type(error) is ValueError and match and match[1] in names:
+            raise ValueError(f"{section}.{error}") from error
+        raise
 
 
 def typed(key: str, value: Any, hint: Any) -> Any:

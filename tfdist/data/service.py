@@ -48,6 +48,7 @@ TICK_US = 50_000  # microseconds between two reads of the verdict; the end of a 
 KEEP_S = 300.0
 FORGET_MS = 1000  # milliseconds until a data worker deletes a pass that has no reader any more
 
+_WITHOUT = "pass service=None (in a config, data.service=False)"  # remedy of errors
 _ABSENT = "?"  # verdict until all data workers have answered once
 _STEP = 0
 _TICK = 1
@@ -82,7 +83,7 @@ def addresses_of(service: bool | Sequence[str] | None) -> tuple[str, ...]:
         if not addresses:
             raise ValueError(
                 f"service=True: expected data workers, found none ({DATA_WORKERS} is not set). "
-                "Start them with `tfdist launch --data-workers N`, or pass service=None."
+                f"Start them with `tfdist launch --data-workers N`, or {_WITHOUT}."
             )
         return addresses
     if isinstance(service, str):
@@ -141,7 +142,7 @@ def distribute(
         raise ValueError(
             f"service: data workers cannot run the data pipeline of {name} after "
             "tf.config.experimental.enable_op_determinism(). The order of its examples is "
-            "deterministic without that call: remove the call, or pass service=None."
+            f"deterministic without that call: remove the call, or {_WITHOUT}."
         )
     spec = check_portable(make, name)
     count = len(addresses)
@@ -194,7 +195,7 @@ def check_portable(make: Make, name: str) -> Any:
         except tf.errors.OpError as error:
             raise ValueError(
                 f"service: the data pipeline of {name} cannot be sent to data workers: "
-                f"{error.message}. Pass service=None."
+                f"{error.message}. To read without them, {_WITHOUT}."
             ) from error
     size = max(size, len(graph))
     if size > MAX_BYTES:
@@ -202,13 +203,13 @@ def check_portable(make: Make, name: str) -> Any:
             f"service: the data pipeline of {name} holds {format_bytes(size, binary=True)} of "
             "data, which would be sent to every data worker in every pass; at most "
             f"{format_bytes(MAX_BYTES, binary=True)} are allowed. Read the examples from files, or "
-            "pass service=None."
+            f"{_WITHOUT}."
         )
     bound = bound_to_process(graph)
     if bound:
         raise ValueError(
             f"service: the data pipeline of {name} {bound}, which data workers do not have. Write "
-            "it with TensorFlow operations, apply it in the model, or pass service=None."
+            f"it with TensorFlow operations, apply it in the model, or {_WITHOUT}."
         )
     return dataset.element_spec
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tfdist import config, sync
+from tfdist.config.checks import keys_for_arguments
 
 if TYPE_CHECKING:
     import keras
@@ -23,16 +24,14 @@ def make_strategy(
     """
     import tfdist
 
-    return tfdist.make_strategy(
-        section.name,
-        cluster=section.cluster,
-        devices=section.devices,
-        task=section.task,
-        communication=section.communication,
-        timeout=section.timeout,
-        reading=section.reading,
-        sync=policy(sync_section or config.Sync()),
-    )
+    options = {
+        key: getattr(section, key)
+        for key in ("cluster", "devices", "task", "communication", "timeout", "reading")
+    }
+    with keys_for_arguments("strategy", options):
+        return tfdist.make_strategy(
+            section.name, sync=policy(sync_section or config.Sync()), **options
+        )
 
 
 def policy(sync_section: config.Sync) -> sync.Policy:

@@ -14,7 +14,7 @@ from tfdist import config
 from tfdist.config import user_functions
 from tfdist.config.keras_names import BY_LOSS, SHORT, plain
 from tfdist.config.schedules import numbers
-from tfdist.config.sections import options_of, short_name
+from tfdist.config.sections import KEYS_OF_OPTIONS, options_of, short_name
 from tfdist.run import input_pipeline
 from tfdist.run.warm_up import WarmUp
 
@@ -236,7 +236,9 @@ def call(
     )
     for name in options:
         if name not in parameters and not open_ended:
-            known = [known for known in parameters if known not in ("args", "kwargs", "self")]
+            own = ("args", "kwargs", "self")
+            elsewhere = KEYS_OF_OPTIONS if options_key == "optimizer_options" else ()
+            known = [each for each in parameters if each not in own and each not in elsewhere]
             raise ValueError(
                 f"train.{options_key}.{name}: {setting} has no such option. "
                 f"{config.nearest(name, known)}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfdist.config import user_functions
+from tfdist.config.checks import keys_for_arguments
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -59,14 +60,16 @@ def pipeline(settings: config.Run, split: str = "train") -> tf.data.Dataset:
         source = of_classes(source, section.classes)
     if section.image_size is not None:
         options["transform"] = _resize_transform(source, section, section.augment and train)
-    return data.pipeline(
-        source,
-        section.global_batch_size,
-        seed=settings.train.seed,
-        cache=section.cache,
-        threads=section.threads,
-        **options,
-    )
+    names = ("global_batch", "tail", "ignore_errors", "cache", "threads", "service")
+    with keys_for_arguments("data", names):
+        return data.pipeline(
+            source,
+            section.global_batch_size,
+            seed=settings.train.seed,
+            cache=section.cache,
+            threads=section.threads,
+            **options,
+        )
 
 
 def is_pipeline(batches: tf.data.Dataset) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from tfdist import config
-from tfdist.config import sections
+from tfdist.config import checks, sections
 from tfdist.run.train_command import find_directory, parse
 
 
@@ -258,6 +258,20 @@ def test_options_of_a_users_model_are_left_to_it():
     given = {"name": "mine.py:build", "options": {"filterz": 3}}
     assert config.Run.from_dict({"model": given}).model.options == {"filterz": 3}
     assert config.Run.from_dict({"model": {"options": {"classes": 3}}}).model.options
+
+
+def test_arguments_are_named_by_their_keys():
+    for message in ("service=True: expected", "service: expected"):
+        with (
+            pytest.raises(ValueError, match=f"^data.{message}"),
+            checks.keys_for_arguments("data", ("service",)),
+        ):
+            raise ValueError(message)
+    other = UnicodeDecodeError("utf-8", b"", 0, 1, "service")  # another ValueError
+    for error in (ValueError("services: expected"), ValueError("the service: expected"), other):
+        with pytest.raises(ValueError) as raised, checks.keys_for_arguments("data", ("service",)):
+            raise error
+        assert raised.value is error
 
 
 def test_run_survives_conversion_to_a_dict():

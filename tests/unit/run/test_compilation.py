@@ -158,6 +158,11 @@ def test_functions_of_the_user_are_taken(file):
             {"optimizer": "sgd", "optimizer_options": {"momentum": 7}},
             r"train\.optimizer=sgd, train\.optimizer_options: .*momentum",
         ),
+        (
+            {"optimizer": "adam", "optimizer_options": {"momentm": 0.9}},
+            r"train\.optimizer_options\.momentm: train\.optimizer=adam has no such option. "
+            "Expected one of amsgrad, beta_1, beta_2, (?!.*ema_momentum)",
+        ),
         ({"optimizer": "{file}:number"}, r"expected the function to return a keras\.optimizers"),
         ({"loss_options": {"logits": True}}, r"train\.loss_options\.logits: .*Did you mean"),
         (

@@ -139,3 +139,13 @@ def test_wrong_options_of_images_are_named(catalog, section, message):
 def test_options_of_images_are_those_of_the_transform():
     fields = [field.name for field in dataclasses.fields(data.transforms.Images)]
     assert [*IMAGE_OPTIONS] == fields[1:]
+
+
+def test_errors_of_the_pipeline_name_keys(catalog, monkeypatch):
+    monkeypatch.delenv("TFDIST_DATA_WORKERS", raising=False)
+    section = {"name": "images", "catalog": str(catalog), "global_batch": 4, "image_size": 8}
+    run = config.Run.from_dict({"data": {**section, "service": True}})
+    with pytest.raises(
+        ValueError, match=r"^data\.service=True: expected data workers.*data\.service=False"
+    ):
+        input_pipeline.pipeline(run)

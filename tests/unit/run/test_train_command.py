@@ -193,3 +193,8 @@ def test_a_schedule_ends_with_the_last_update_and_fits_its_examples(
     schedule = optimizer.get_config()["learning_rate"]["config"]
     assert schedule["decay_steps"] == updates
     assert schedule["initial_learning_rate"] == pytest.approx(rate)
+
+
+def test_devices_of_a_config_are_named_by_their_key():
+    with pytest.raises(ValueError, match=r"^strategy\.devices: received 'gpu:64', but TensorFlow"):
+        build.make_strategy(config.Strategy(devices="gpu:64"))
