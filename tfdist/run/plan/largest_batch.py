@@ -12,6 +12,7 @@ from tfdist import config
 from tfdist.config import AUTO
 from tfdist.keras_compat import engine_of
 from tfdist.run.plan import options, step_memory
+from tfdist.run.plan.options import Needs
 from tfdist.runtime.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def find(settings: config.Run, replicas: int) -> int:
     needs = step_memory.measure(_with_batch(settings, _MEASURED_ROWS), replicas, timeout=timeout)
     if needs.examples is not None and needs.examples < replicas:
         raise ValueError(
-            f"data.global_batch: {AUTO!r} needs an example for each of {replicas} devices, "
+            f"data.global_batch: {AUTO!r} needs an example for {_each(replicas)}, "
             f"received {needs.examples} from {settings.data.name}. Use fewer devices, or more data."
         )
     if needs.rows != min(_MEASURED_ROWS, needs.examples or _MEASURED_ROWS):
@@ -106,20 +107,40 @@ def find(settings: config.Run, replicas: int) -> int:
         raise ValueError(
             f"data.global_batch: {AUTO!r} found none that fits {format_bytes(memory)} on each "
             f"device (strategy.device_memory_gb): {option.name} needs {format_bytes(option.peak)} "
-            f"for one example on each of {replicas}. `tfdist plan` compares what needs less."
+            f"for one example on {_each(replicas)}. `tfdist plan` compares what needs less."
         )
-    bound = ", all examples" if batch == needs.examples else ""
     log.info(
-        "data.global_batch: %d%s, the largest that fits %s on each of %d devices%s",
+        "data.global_batch: %d%s, the largest that fits %s on %s%s",
         batch,
-        bound,
+        ", all examples" if batch == needs.examples else "",
         format_bytes(memory),
-        replicas,
-        ""
-        if settings.train.base_global_batch
-        else "; train.learning_rate stays as it is (train.base_global_batch makes it follow)",
+        _each(replicas),
+        _about_rate(needs, batch),
     )
     return batch
+
+
+def _about_rate(needs: Needs, batch: int) -> str:
+    """Return what the log says of the learning rate, "" if it follows the batch by itself."""
+    base = config.Data().global_batch_size
+    rate = options.rate_for(dataclasses.replace(needs, rows=base), batch)
+    if rate is None:
+        return ""
+    return (
+        f"; train.learning_rate stays {needs.learning_rate:g}. If it is meant for batches of "
+        f"{base}, as by default, `tfdist plan` recommends train.learning_rate={rate:.3g}. "
+        "train.base_global_batch makes it follow in proportion"
+    )
+
+
+def _each(replicas: int) -> str:
+    """Return the devices of a run, as a phrase that says that each of them is meant.
+
+    Example:
+        >>> _each(1), _each(4)
+        ('the one device', 'each of 4 devices')
+    """
+    return "the one device" if replicas == 1 else f"each of {replicas} devices"
 
 
 def _former(settings: config.Run, path: Path) -> int:

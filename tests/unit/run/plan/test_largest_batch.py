@@ -55,6 +55,30 @@ def test_batch_is_that_of_the_plan_for_these_settings(measured, zero, comm_dtype
     assert largest_batch.find(run, 1) == batches["one device"] > 0
 
 
+@pytest.mark.parametrize(
+    ("adaptive", "rate"), [(True, 0.1 * (240 / 64) ** 0.5), (False, 0.1 * 240 / 64)]
+)
+def test_the_log_says_which_rate_the_plan_recommends(monkeypatch, caplog, adaptive, rate):
+    needs = dataclasses.replace(NEEDS, rows=64, adaptive=adaptive)
+    monkeypatch.setattr(step_memory, "measure", lambda run, devices, timeout: needs)
+    with caplog.at_level("INFO", "tfdist"):
+        batch = largest_batch.find(settings(0.28), 4)
+    assert options.rate_for(needs, batch) == pytest.approx(rate)
+    assert (
+        f"data.global_batch: {batch}, the largest that fits 280 MB on each of 4 devices; "
+        "train.learning_rate stays 0.1. If it is meant for batches of 64, as by default, `tfdist "
+        f"plan` recommends train.learning_rate={rate:.3g}." in caplog.text
+    )
+
+
+def test_the_log_says_nothing_of_a_rate_that_follows_the_batch(monkeypatch, caplog):
+    needs = dataclasses.replace(NEEDS, rows=64, learning_rate=None)
+    monkeypatch.setattr(step_memory, "measure", lambda run, devices, timeout: needs)
+    with caplog.at_level("INFO", "tfdist"):
+        largest_batch.find(settings(0.3), 1)
+    assert caplog.messages[-1].endswith("the largest that fits 300 MB on the one device")
+
+
 def test_what_does_not_fit_is_named(measured):
     with pytest.raises(
         ValueError,
