@@ -18,7 +18,7 @@ from tfdist.config import packaged, user_functions
 from tfdist.run import config_files, sweep, telemetry_callbacks
 from tfdist.runtime import startup_lines
 from tfdist.runtime.command import INTERRUPTED_CODE, Command, ExitCodes
-from tfdist.runtime.formatting import format_bytes
+from tfdist.runtime.formatting import counted, format_bytes
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
 from tfdist.storage import files
 from tfdist.telemetry.layout import CONFIG, HISTORY, SUMMARY
@@ -375,7 +375,7 @@ def describe(summary: dict[str, Any]) -> str:
     lines = [
         "",
         f"{summary['name']}: {', '.join(results) or 'no metrics'} on the evaluation split "
-        f"after {summary['epochs']} epochs",
+        f"after {counted(summary['epochs'], 'epoch')}",
         f"  speed    {rate} on {_trained_on(summary)}, {summary['seconds']:.0f} s in all",
         *(
             [f"  sync     {format_bytes(summary['bytes_per_step'])} a step sent by each replica"]

@@ -131,6 +131,8 @@ def test_summary_without_training_or_model_is_described():
     assert "nothing left to train on 2 replicas," in describe(summary)
     assert "x: accuracy 50.00%, loss 1.0000, f1 0.2500 on the evaluation split" in describe(summary)
     assert "x: no metrics on the evaluation split" in describe({**summary, "metrics": {}})
+    assert " after 3 epochs\n" in describe(summary)
+    assert " after 1 epoch\n" in describe({**summary, "epochs": 1})
     assert "not saved" in describe(summary)
     assert describe(summary).count("not kept") == 2
     assert "tensorboard --logdir l" in describe({**summary, "logs": "l"})
