@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,11 @@ TRAPS = {
         "on TensorFlow, Keras alone ignores `keras.distribution` and trains on one device",
         "call `tfdist.enable()` first",
         "keras_distribution.md#what-works",
+    ),
+    "keras-2": Trap(
+        "`tf_keras` is Keras 2; tfdist fixes and tests Keras 3 only",
+        "`import keras`, and leave out `TF_USE_LEGACY_KERAS`",
+        "coming_from.md#from-tf_keras-and-tensorflows-strategies",
     ),
     "before-strategy": Trap(
         "this makes a tensor, a dataset or a model before the strategy",
@@ -152,6 +157,9 @@ MODELS = (
     r"keras\.(Sequential|Model|models\.(Sequential|Model|clone_model)|applications\.\w+(\.\w+)?)"
 )
 OBJECTS = r"keras\.(optimizers|metrics)\.[A-Z]\w+"
+OPTIMIZERS = r"(keras|tensorflow|tfdist)\.optimizers\.([A-Z]\w+|get)"
+TRAINS = ("fit", "train_on_batch")
+SEEDED = r"numpy\.random\.(default_rng|RandomState)"
 STARTS = rf"{MODELS}|keras\.(layers\.\w+|Input)|tensorflow\.(data\..*|constant|Variable|random\..*)"
 CHIEF = re.compile(r"is_chief|\brank\b|task_(index|id)|process_index|worker_(index|id)")
 STEPS = ("train_step", "compute_loss")
@@ -194,9 +202,9 @@ class _Script:
         strategies = [call for call in self.calls if self._is_strategy(call)]
         distributes = r".*\.scope|tfdist\.parallel\..*|keras\.distribution\.set_distribution"
         if not strategies and not self._any(distributes):
-            fits = [call.lineno for call in self.calls if _method(call) == "fit"]
-            if fits:
-                yield Finding(min(fits), "no-strategy")
+            trains = [call.lineno for call in self.calls if _method(call) in TRAINS]
+            if trains:
+                yield Finding(min(trains), "no-strategy")
         if not self._any(r"tfdist\.(strategies\.keras_distribution\.)?enable"):
             for call in self.calls:
                 if self._matches(call.func, r"keras\.distribution\.(initialize|\w+Parallel)"):
@@ -209,6 +217,7 @@ class _Script:
         for call in self.calls:
             for kind in self._kinds(call, needs_scope):
                 yield Finding(call.lineno, kind)
+        yield from self._keras_2()
         yield from self._own_loops()
         yield from self._batches()
         yield from self._callbacks()
@@ -285,8 +294,10 @@ class _Script:
 
     def _before(self, strategy: ast.Call) -> Iterator[Finding]:
         """Find what is made before the strategy, in the same block or before its function."""
-        blocks = [outer for outer in self._around(strategy) if hasattr(outer, "body")]
-        statements = [s for s in blocks[0].body if s.lineno < strategy.lineno]
+        bodies = (getattr(outer, "body", None) for outer in self._around(strategy))
+        # The body of a conditional expression or a lambda is no list.
+        block: list[ast.stmt] = next(body for body in bodies if isinstance(body, list))
+        statements = [s for s in block if s.lineno < strategy.lineno]
         for statement in statements:
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
                 continue
@@ -302,9 +313,11 @@ class _Script:
                 yield "model-outside-scope"
             if self._matches(call.func, OBJECTS):
                 yield "optimizer-outside-scope"
-        if method == "shard" and call.args:
+        if method == "shard" and (call.args or keywords.keys() & {"num_shards", "index"}):
             yield "shard"
-        if self._matches(call.func, r"numpy\.random\.default_rng") and not (call.args or keywords):
+        if self._matches(call.func, SEEDED) and all(
+            _is_none(seed) for seed in [*call.args, *keywords.values()]
+        ):
             yield "unseeded"
         if (
             method == "shuffle"
@@ -336,16 +349,32 @@ class _Script:
         if method == "assign_sub":
             yield "assign-in-step"
 
+    def _keras_2(self) -> Iterator[Finding]:
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
+            else:
+                continue
+            if any(module.partition(".")[0] == "tf_keras" for module in modules):
+                yield Finding(node.lineno, "keras-2")
+
+    def _assigned(self, made_by: Callable[[ast.Call], bool]) -> set[str]:
+        """Return the variables and attributes to which the result of such a call is assigned."""
+        found = set()
+        for node in self.nodes:
+            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+                continue
+            if isinstance(node.value, ast.Call) and made_by(node.value):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {ast.unparse(target) for target in targets}
+        return found
+
     def _own_loops(self) -> Iterator[Finding]:
         """Find updates by an optimizer that no step of a model makes, and no strategy runs."""
-        strategies = {
-            ast.unparse(target)
-            for node in self.nodes
-            if isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and self._is_strategy(node.value)
-            for target in node.targets
-        }
+        strategies = self._assigned(self._is_strategy)
+        optimizers = self._assigned(lambda call: self._matches(call.func, OPTIMIZERS))
         if self._any(r"tfdist\.loops\..*") or any(
             _method(call) == "run"
             and isinstance(call.func, ast.Attribute)
@@ -357,10 +386,13 @@ class _Script:
         ):
             return
         for call in self.calls:
-            optimizer = ast.unparse(call.func).lower().rpartition(".")[0]
+            owner = ast.unparse(call.func).rpartition(".")[0]
             if (
                 _method(call) == "apply_gradients"
-                or (_method(call) == "apply" and "optimizer" in optimizer)
+                or (
+                    _method(call) == "apply"
+                    and (owner in optimizers or "optimizer" in owner.lower())
+                )
             ) and not any(isinstance(outer, ast.ClassDef) for outer in self._around(call)):
                 yield Finding(call.lineno, "own-loop")
 
@@ -438,6 +470,10 @@ def _method(call: ast.Call) -> str:
 
 def _is_true(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _has_replicas(*nodes: ast.AST) -> bool:
