@@ -1,6 +1,7 @@
 """Distributed training for Keras 3 on TensorFlow.
 
-Public names are imported on first use, and `import tfdist` does not import TensorFlow.
+Public names are imported on first use, and `import tfdist` does not import TensorFlow. It hides
+the lines that TensorFlow prints when it is imported later, unless TF_CPP_MIN_LOG_LEVEL is set.
 
 Example:
     >>> import tfdist
@@ -10,6 +11,8 @@ Example:
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from tfdist.runtime import import_hook
 
 __version__ = "1.0.0rc1"
 
@@ -82,6 +85,8 @@ __all__ = [
     "pipeline_devices",
     "sync",
 ]
+
+import_hook.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import absl.app
 from absl import flags as absl_flags
 
 from tfdist import flags
+from tfdist.runtime import startup_lines
 from tfdist.runtime.configuration_errors import exit_on_configuration_error
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
 
@@ -48,7 +49,11 @@ def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None) -> 
 
 def _parse(argv: list[str]) -> list[str]:
     try:
-        return absl_flags.FLAGS(argv)
+        words = absl_flags.FLAGS(argv)
     except absl_flags.Error as error:
         print(f"error: {error}\n`{argv[0]} --help` lists the flags.", file=sys.stderr)
         raise SystemExit(CONFIGURATION_CODE) from error
+    # A callback that TensorFlow gives absl finds the devices next, and would print lines.
+    if "tensorflow" in sys.modules:
+        startup_lines.find_devices(sys.modules["tensorflow"])
+    return words

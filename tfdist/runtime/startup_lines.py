@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-import signal
+import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from os import _exit
+from typing import Any
 
+from tfdist.runtime import line_filter
 from tfdist.runtime.launch_protocol import TASK
 
 COPY_S = 1.0  # for the last lines
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_NO_INFO = "1"
 # The format of glog. 303: libcuda is a stub, so there is no GPU driver, which is not an error on a
 # CPU machine. TensorFlow 2.23 adds where in its source it found that, as to other errors of CUDA.
 _CHATTER = re.compile(
@@ -38,56 +40,72 @@ def is_chatter(line: str) -> bool:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Hide TensorFlow's start-up lines while it is imported and finds its devices.
+    """Hide TensorFlow's start-up lines while it is imported or finds its devices.
 
     All other lines on standard error appear at once, also those of a process that crashes: another
-    process copies them. Nothing is hidden if the user has set TF_CPP_MIN_LOG_LEVEL, or if
-    TensorFlow is already loaded. Under a launcher nothing is hidden here: the launcher hides these
-    lines on the terminal, and its log files have them.
+    process copies them. That process is not a fork, which would be unsafe beside TensorFlow's
+    threads. Nothing is hidden if the user has set TF_CPP_MIN_LOG_LEVEL. Under a launcher nothing is
+    hidden here: the launcher hides these lines on the terminal, and its log files have them.
     """
-    if LEVEL in os.environ or TASK in os.environ or "tensorflow" in sys.modules:
+    copier = None if LEVEL in os.environ or TASK in os.environ else _redirect()
+    if copier is None:
         yield
         return
-    os.environ[LEVEL] = "1"
-    try:
-        sys.stderr.flush()
-        before = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # there is no standard error
-        yield
-        return
-    reading, writing = os.pipe()
-    copier = os.fork()
-    if not copier:
-        try:
-            os.close(writing)
-            _copy(reading, before)
-        finally:
-            _exit(0)
-    os.close(reading)
-    os.dup2(writing, 2)
-    os.close(writing)
+    process, before = copier
+    os.environ[LEVEL] = _NO_INFO
     try:
         yield
     finally:
+        # TensorFlow has read it. Processes that this one starts hide their own lines.
+        if os.environ.get(LEVEL) == _NO_INFO:
+            del os.environ[LEVEL]
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
         os.dup2(before, 2)
         os.close(before)
         # It sees the end of the pipe now, unless a process that was started meanwhile keeps it.
-        end = time.monotonic() + COPY_S
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(copier, os.WNOHANG) == (0, 0) and time.monotonic() < end:
-                time.sleep(0.005)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(COPY_S)
 
 
-def _copy(source: int, target: int) -> None:
-    """Copy a pipe's lines, but not those of TensorFlow's start, until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    unfinished = b""
-    with contextlib.suppress(OSError):
-        while chunk := os.read(source, 1 << 16):
-            *lines, unfinished = (unfinished + chunk).split(b"\n")
-            kept = [line + b"\n" for line in lines if not is_chatter(line.decode(errors="replace"))]
-            os.write(target, b"".join(kept))
-        os.write(target, unfinished)
+@functools.cache  # TensorFlow looks once in a process
+def find_devices(tensorflow: Any) -> None:
+    """Let TensorFlow find the devices of this machine, without its start-up lines.
+
+    Args:
+        tensorflow: Module, which the callers that need no TensorFlow do not import.
+    """
+    with hidden():
+        tensorflow.config.list_physical_devices("GPU")
+
+
+def _redirect() -> tuple[subprocess.Popen, int] | None:
+    """Put a pipe to a copying process in the place of standard error.
+
+    Returns:
+        The process, and a file descriptor of the former standard error; None if there is no
+        standard error, or no process can be started.
+    """
+    try:
+        sys.stderr.flush()
+        before = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # there is no standard error
+        return None
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            # -I and -S: without site-packages, it starts in some 20 ms.
+            [sys.executable, "-I", "-S", line_filter.__file__, _CHATTER.pattern],
+            stdin=reading,
+            stdout=subprocess.DEVNULL,
+            stderr=before,
+            start_new_session=True,  # Ctrl-C in a terminal does not reach it
+        )
+        os.dup2(writing, 2)
+    except OSError:
+        os.close(before)
+        return None
+    finally:
+        os.close(reading)
+        os.close(writing)
+    return process, before

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_compat import runtime_initialized
+from tfdist.runtime import startup_lines
 from tfdist.runtime.determinism import enable_deterministic_segment_reductions
 
 Devices = int | str | Sequence[str] | None
@@ -31,6 +32,7 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         ValueError: If a name is no device of this machine, or TensorFlow has started and can no
             longer be configured.
     """
+    startup_lines.find_devices(tf)
     names = parse(devices, len(logical_devices("GPU")))
     if any(name.startswith("/gpu") for name in names):
         enable_deterministic_segment_reductions()

@@ -79,6 +79,43 @@ def test_without_standard_error():
     assert stderr_of(code) == ""
 
 
+def test_nothing_is_hidden_if_no_process_can_be_started():
+    shown = stderr_of("import sys; sys.executable = '/nowhere'\n" + WRITE)
+    assert all(line in shown for line in NOISE)
+
+
+def test_the_log_level_is_that_of_the_user_again():
+    code = (
+        "import os\nfrom tfdist.runtime.startup_lines import LEVEL, hidden\n"
+        "with hidden():\n    assert os.environ[LEVEL] == '1'\n"
+        "    with hidden(): pass\n"
+        "    assert os.environ[LEVEL] == '1'\n"
+        "assert LEVEL not in os.environ\n"
+    )
+    assert stderr_of(code) == ""
+
+
+def test_devices_are_found_once_and_without_these_lines():
+    code = (
+        "import os, types\nfrom tfdist.runtime.startup_lines import find_devices\n"
+        "def find(kind):\n"
+        f"    os.write(2, {NOISE[2]!r}.encode() + b'\\nthe driver is old\\n')\n"
+        "tf = types.ModuleType('tensorflow')\n"
+        "tf.config = types.SimpleNamespace(list_physical_devices=find)\n"
+        "find_devices(tf)\nfind_devices(tf)\n"
+    )
+    assert stderr_of(code) == "the driver is old\n"
+
+
+def test_a_strategy_hides_what_finding_devices_prints_if_tensorflow_is_loaded():
+    code = (
+        "import os, tensorflow as tf\nimport tfdist\n"
+        "os.write(2, b'imported' + bytes([10]))\ntfdist.make_strategy()\n"
+    )
+    _, _, after = stderr_of(code).partition("imported\n")
+    assert [line for line in after.splitlines() if is_chatter(line)] == []
+
+
 def test_real_tensorflow_starts_without_these_lines():
     code = (
         "from tfdist.runtime.startup_lines import hidden\n"

@@ -45,6 +45,16 @@ def test_a_new_project_passes_its_own_test(template, here, capsys):
         members.succeed(PROJECT_S)
 
 
+def test_scripts_import_tfdist_before_what_imports_tensorflow(here):
+    for template in new.TEMPLATES:
+        new.create(here / template, template)
+    scripts = list(here.glob("*/train.py"))
+    assert scripts
+    for script in scripts:
+        text = script.read_text()
+        assert text.index("import tfdist") < text.index("import keras"), script
+
+
 def test_projects_are_as_the_formatter_wants_them(here):
     pytest.importorskip("ruff", reason="PyPI: ruff")
     for template in new.TEMPLATES:
