@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import pickle
 import re
+import reprlib
 import signal
 import sys
 import tempfile
@@ -44,11 +45,17 @@ def notebook_launcher(
 
     Raises:
         ModuleNotFoundError: If cloudpickle is not installed.
-        ValueError: If the function or an argument cannot be pickled.
+        ValueError: If what should be a function is none, or it or an argument cannot be pickled.
         RuntimeError: If the workers fail; the message names the root cause, and the output of the
             cell has the report.
         KeyboardInterrupt: If the kernel is interrupted; the workers have ended by then.
     """
+    if not callable(function):
+        raise ValueError(
+            f"notebook_launcher: expected a function, received {reprlib.repr(function)} of class "
+            f"{type(function).__name__}. Name the function without calling it, and give its "
+            "arguments as a tuple: notebook_launcher(train, (0.1,), workers=2)"
+        )
     with tempfile.TemporaryDirectory(prefix="tfdist-notebook-") as directory:
         call = Path(directory, "call.pickle")
         value = Path(directory, "value.pickle")

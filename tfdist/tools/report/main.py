@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tfdist
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
-from tfdist.runtime.formatting import format_bytes, moment
+from tfdist.runtime.formatting import counted, format_bytes, moment
 from tfdist.runtime.launch_protocol import JOURNAL
 from tfdist.telemetry import layout
 from tfdist.tools.bench.results import FILE
@@ -111,22 +111,28 @@ def read(directory: Path, launches: Sequence[Path] = ()) -> list[Chapter]:
 
 def _nothing(directory: Path, below: Sequence[Path]) -> str:
     """Explain why there is no report for a directory, and what you can do."""
-    if (directory / JOURNAL).is_file():
-        return (
-            f"{directory} holds the logs of a launch, but no run; expected the directory of the "
-            f"run: tfdist report RUN --launch {directory}. For a report about the injected faults "
-            f"alone: tfdist chaos report {directory}"
-        )
+    own = (directory / JOURNAL).is_file()
     benchmarks = [path for path in below if is_benchmark(path)]
-    if benchmarks:
+    if benchmarks and not own:
         return f"{directory} holds no run; for its benchmark: tfdist report {benchmarks[0]}"
+    launches = [directory] if own else [path for path in below if (path / JOURNAL).is_file()]
+    if launches:
+        launch = launches[-1]  # the newest, by its name
+        return (
+            f"{directory} holds the logs of {counted(len(launches), 'launch', 'launches')}, but no "
+            f"run; expected the directory of the run: tfdist report RUN --launch {launch}. "
+            "`tfdist train` writes a run to runs/NAME. A script writes one to RUN with "
+            "model.fit(..., callbacks=[tfdist.TensorBoard(RUN)]). Without a run, "
+            f"`tfdist goodput {launch}` says where the time of the launch went, and "
+            f"`tfdist chaos report {launch}` what injected faults cost"
+        )
     files = (
         f"{layout.CONFIG}, {layout.HISTORY}, {layout.SESSIONS} or {layout.SUMMARY}, event "
         f"files of TensorBoard in train/, or a {FILE}"
     )
     return (
         f"{directory} holds no run; expected {files}, in this directory or directly below it. "
-        "`tfdist train` writes to runs/NAME"
+        "`tfdist train` writes to runs/NAME, and a script with tfdist.TensorBoard(LOGDIR)"
     )
 
 
@@ -212,4 +218,6 @@ main = Command(
     },
     run=_report,
     add_flags=_add_flags,
+    stray="LOGDIR is one directory. To compare runs, name the directory that holds all of them: "
+    "tfdist report runs",
 )

@@ -350,6 +350,14 @@ def test_a_benchmark_with_failures(tmp_path, capsys):
         (["file"], "which is a file"),
         (["empty"], "empty holds no run; expected config.json"),
         (["runs/launch-1"], "tfdist report RUN --launch runs/launch-1"),
+        (["launches"], "launches holds the logs of 2 launches, but no run; expected the directory"),
+        (["launches"], "tfdist report RUN --launch launches/b. "),
+        (
+            ["launches"],
+            "tfdist.TensorBoard(RUN)]). Without a run, `tfdist goodput launches/b` says",
+        ),
+        (["runs/digits", "runs/two"], "received 'runs/two'. LOGDIR is one directory. To compare"),
+        (["runs/digits", "--zzz"], "--zzz: no such flag. Expected one of"),
         (["benches"], "benches holds no run; for its benchmark: tfdist report benches/one"),
         (
             ["runs/digits", "--launch", "empty"],
@@ -371,6 +379,9 @@ def test_wrong_arguments_are_named(words, text, run, tmp_path, monkeypatch, caps
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     write_benchmark(tmp_path / "benches" / "one", "predict")
+    for name in "ab":
+        write_launch(tmp_path / "launches" / name)
+    (tmp_path / "launches" / "latest").symlink_to("b")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["report", *words]) == 2
     assert text in capsys.readouterr().err
