@@ -125,6 +125,7 @@ def build(directory: pathlib.Path) -> list[pathlib.Path]:
     with tarfile.open(sdist) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     pages = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "NOTICE", "README.md", "SECURITY.md"}
+    pages |= {name for name in tracked() if re.fullmatch(r"docs/[^/]+\.md", name)}
     compare(sdist, packaged | pages, names)
     inside = {name for name in packaged if not name.endswith(SOURCES)}
     inside = {re.sub("^configs/", "tfdist/configs/", name) for name in inside}
