@@ -159,6 +159,7 @@ MODELS = (
 OBJECTS = r"keras\.(optimizers|metrics)\.[A-Z]\w+"
 OPTIMIZERS = r"(keras|tensorflow|tfdist)\.optimizers\.([A-Z]\w+|get)"
 TRAINS = ("fit", "train_on_batch")
+SUMS = r"tensorflow\.(math\.)?reduce_sum|keras\.ops\.sum"
 SEEDED = r"numpy\.random\.(default_rng|RandomState)"
 STARTS = rf"{MODELS}|keras\.(layers\.\w+|Input)|tensorflow\.(data\..*|constant|Variable|random\..*)"
 CHIEF = re.compile(r"is_chief|\brank\b|task_(index|id)|process_index|worker_(index|id)")
@@ -338,7 +339,7 @@ class _Script:
             yield from self._kinds_in_step(call, method)
 
     def _kinds_in_step(self, call: ast.Call, method: str) -> Iterator[str]:
-        if self._matches(call.func, r"tensorflow\.(math\.)?reduce_sum|keras\.ops\.sum"):
+        if self._matches(call.func, SUMS) and _sums_rows(call):
             yield "sum-in-step"
         if self._matches(
             call.func, r"tensorflow\.nn\.(compute_average_loss|scale_regularization_loss)"
@@ -470,6 +471,17 @@ def _method(call: ast.Call) -> str:
 
 def _is_true(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
+
+
+def _sums_rows(call: ast.Call) -> bool:
+    """Return whether a call of a sum may add up axis 0, the rows."""
+    axes = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "axis")]
+    try:
+        axis = ast.literal_eval(axes[0]) if axes else None
+    except ValueError:  # a variable
+        return True
+    numbers = axis if isinstance(axis, tuple | list) else (axis,)
+    return None in numbers or 0 in numbers
 
 
 def _is_none(node: ast.AST) -> bool:

@@ -100,6 +100,8 @@ WRONG = [
     ),
     (step("loss = tf.reduce_sum(x)"), 8, "sum-in-step"),
     (step("loss = keras.ops.sum(x)"), 8, "sum-in-step"),
+    (step("loss = tf.reduce_sum(x, axis=[0, 1])"), 8, "sum-in-step"),
+    (step("loss = tf.reduce_sum(x, axes)"), 8, "sum-in-step"),
     (step("loss = tf.nn.compute_average_loss(x)"), 8, "mean-by-hand"),
     (step("loss = x / tf.distribute.get_strategy().num_replicas_in_sync"), 8, "mean-by-hand"),
     (step("g, _ = tf.clip_by_global_norm(g, 1.0)"), 8, "clip-in-step"),
@@ -177,6 +179,7 @@ def test_every_trap_has_a_test_and_a_section_of_the_docs():
         "from tensorflow import keras\nimport tf_keras_vis\n",
         "import tfdist\nprint('no training')\n",
         "",
+        step("loss = -tf.reduce_mean(tf.reduce_sum(p * z, axis=1)) + keras.ops.sum(x, (1, -1))[0]"),
     ],
 )
 def test_right_scripts_have_none(source):
