@@ -83,7 +83,7 @@ setup(
     long_description=pathlib.Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The tfdist developers",
-    license_expression="Apache-2.0",
+    license_expression="Apache-2.0 AND CC-BY-4.0",  # the latter is that of digits.npz
     license_files=["LICENSE", "NOTICE"],
     keywords=["distributed training", "keras", "machine learning", "tensorflow"],
     classifiers=[

@@ -131,8 +131,9 @@ def build(directory: pathlib.Path) -> list[pathlib.Path]:
     inside = {re.sub("^configs/", "tfdist/configs/", name) for name in inside}
     names = set(zipfile.ZipFile(wheel).namelist())
     compare(wheel, inside, names)
-    if not any(name.endswith("/licenses/LICENSE") for name in names):
-        raise Failed(f"{wheel.name} lacks the licence")
+    for licence in ("LICENSE", "NOTICE"):
+        if not any(name.endswith(f"/licenses/{licence}") for name in names):
+            raise Failed(f"{wheel.name} lacks {licence}")
     return [wheel, sdist]
 
 

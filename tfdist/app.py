@@ -54,6 +54,6 @@ def _parse(argv: list[str]) -> list[str]:
         print(f"error: {error}\n`{argv[0]} --help` lists the flags.", file=sys.stderr)
         raise SystemExit(CONFIGURATION_CODE) from error
     # A callback that TensorFlow gives absl finds the devices next, and would print lines.
-    if "tensorflow" in sys.modules:
-        startup_lines.find_devices(sys.modules["tensorflow"])
+    if tensorflow := sys.modules.get("tensorflow"):
+        startup_lines.find_devices(tensorflow)
     return words

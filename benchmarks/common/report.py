@@ -149,7 +149,7 @@ class Parts(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         """Store the parts; note whether they are other ones than the default."""
         setattr(namespace, self.dest, values)
-        namespace.partial = not self.default or set(values) != set(self.default)
+        namespace.partial |= not self.default or not set(values) >= set(self.default)
 
 
 def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int = 0) -> None:

@@ -141,7 +141,7 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     distributions are supported, and arbitrary ones whose SLURM_HOSTFILE this task can read. A step
     over several components of a heterogeneous job (`srun --het-group=0,1`) is one cluster; its
     distribution must be block. Ports start at `TFDIST_PORT`, if it is set; else they are those of
-    `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 150). Each rank has
+    `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 75). Each rank has
     its own port; if fewer are reserved, each task of a node has its own port.
 
     Args:
@@ -450,7 +450,8 @@ def _rank_positions(per_node: Sequence[int], chunk: int) -> list[tuple[int, int]
 
 
 def _ports(environ: Mapping[str, str], count: int, key: int) -> range:
-    first = _integer(environ, "TFDIST_PORT", _FIRST_PORT + _PORTS_PER_JOB * (key % _PORT_BLOCKS))
+    blocks = max(1, _PORT_BLOCKS - (count - 1) // _PORTS_PER_JOB)  # that leave room for the count
+    first = _integer(environ, "TFDIST_PORT", _FIRST_PORT + _PORTS_PER_JOB * (key % blocks))
     return range(first, first + count)
 
 

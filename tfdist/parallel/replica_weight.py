@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 _thread = threading.local()
-_NO_STEP = None, "mean", None  # weight, policy and rows outside of a step
 
 Weight: TypeAlias = "float | tf.Tensor"
 
@@ -24,19 +23,16 @@ _SPARSE = (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)  # collectives ha
 
 
 @contextlib.contextmanager
-def weighted_step(
-    weight: Weight, combine: Any = "mean", rows: Callable[[], tf.Tensor] | None = None
-) -> Iterator[None]:
+def weighted_step(weight: Weight, combine: Any = "mean") -> Iterator[None]:
     """Set the weight of the replica whose step is computed or traced in this context.
 
     Args:
         weight: Rows of this replica over those of the global batch: a number if it is the same at
             every step and on all replicas, or a scalar float64 tensor, which is 0 without rows.
         combine: `combine` of the `tfdist.sync.Gradients` policy of the step.
-        rows: Function that counts the rows of the replica, int64 scalar.
     """
-    before = getattr(_thread, "step", _NO_STEP)
-    _thread.step = weight, combine, rows
+    before = getattr(_thread, "step", (None, "mean"))
+    _thread.step = weight, combine
     try:
         yield
     finally:
@@ -45,33 +41,7 @@ def weighted_step(
 
 def step_weight() -> Weight | None:
     """Return the weight of this replica in the running step; None outside of such a step."""
-    return getattr(_thread, "step", _NO_STEP)[0]
-
-
-def gradients_of_rows(value: Any) -> tf.Tensor | None:
-    """Return the gradients of a sum over the global batch with respect to its addends here.
-
-    A replica's gradients get its weight before they are summed, so these are divided by the weight.
-
-    Args:
-        value: Target of a gradient that the running step takes.
-
-    Returns:
-        Gradients of the value's shape; None if it does not have a value for each row.
-    """
-    weight, _, count = getattr(_thread, "step", _NO_STEP)
-    if weight is None or count is None or not tf.is_tensor(value) or not value.dtype.is_floating:
-        return None
-    if not value.shape.rank:
-        return None
-    rows = count()
-    known, length = tf.get_static_value(rows), value.shape[0]
-    if length is not None and length != known:
-        return None
-    factor = tf.math.divide_no_nan(tf.ones([], tf.float64), weight)
-    if length is None:
-        factor = tf.where(tf.equal(tf.shape(value, tf.int64)[0], rows), factor, 1.0)
-    return tf.fill(tf.shape(value), tf.cast(factor, value.dtype))
+    return getattr(_thread, "step", (None, "mean"))[0]
 
 
 def across_replicas(collective: Callable[[Any], Any], value: Any) -> Any:
@@ -90,7 +60,7 @@ def across_replicas(collective: Callable[[Any], Any], value: Any) -> Any:
     Returns:
         Nest of tensors.
     """
-    weight, combine, _ = getattr(_thread, "step", _NO_STEP)
+    weight, combine = getattr(_thread, "step", (None, "mean"))
     if weight is None or isinstance(weight, float):  # the weights of all replicas are equal
         return collective(value)
     if combine in ("sum", "replicas"):

@@ -25,9 +25,10 @@ class _Finder:
 
     def __init__(self) -> None:
         self._searches = False
+        self._is_done = False  # it stays in the list, over which other threads may iterate
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != "tensorflow" or self._searches:
+        if name != "tensorflow" or self._searches or self._is_done:
             return None
         import importlib.util
 
@@ -46,8 +47,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
+            self._is_done = True
             with hidden():
                 execute(module)
 

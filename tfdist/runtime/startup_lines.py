@@ -42,10 +42,12 @@ def is_chatter(line: str) -> bool:
 def hidden() -> Iterator[None]:
     """Hide TensorFlow's start-up lines while it is imported or finds its devices.
 
-    All other lines on standard error appear at once, also those of a process that crashes: another
-    process copies them. That process is not a fork, which would be unsafe beside TensorFlow's
-    threads. Nothing is hidden if the user has set TF_CPP_MIN_LOG_LEVEL. Under a launcher nothing is
-    hidden here: the launcher hides these lines on the terminal, and its log files have them.
+    All other lines on standard error appear when they end, also those of a process that crashes:
+    another process copies them. That process is not a fork, which would be unsafe beside
+    TensorFlow's threads. TensorFlow's own lines of level INFO stay hidden, because it reads the
+    level once. Nothing is hidden if the user has set TF_CPP_MIN_LOG_LEVEL. Under a launcher
+    nothing is hidden here: the launcher hides these lines on the terminal, and its log files have
+    them.
     """
     copier = None if LEVEL in os.environ or TASK in os.environ else _redirect()
     if copier is None:
@@ -84,14 +86,21 @@ def _redirect() -> tuple[subprocess.Popen, int] | None:
 
     Returns:
         The process, and a file descriptor of the former standard error; None if there is no
-        standard error, or no process can be started.
+        standard error, or no process of Python can be started.
     """
+    # Where Python is embedded or frozen, it is another program, or None.
+    if "python" not in os.path.basename(sys.executable or "") or getattr(sys, "frozen", False):
+        return None
     try:
         sys.stderr.flush()
         before = os.dup(2)
     except (OSError, ValueError, AttributeError):  # there is no standard error
         return None
-    reading, writing = os.pipe()
+    try:
+        reading, writing = os.pipe()
+    except OSError:
+        os.close(before)
+        return None
     try:
         process = subprocess.Popen(
             # -I and -S: without site-packages, it starts in some 20 ms.

@@ -149,11 +149,23 @@ def test_slurm_ports(environ, expected):
     assert ports(resolvers.from_slurm({**SLURM, **environ})) == list(expected)
 
 
+def many_tasks(count):
+    """Return the environment of rank 0 of a step of one node."""
+    return SLURM | {
+        "SLURM_PROCID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": str(count),
+    }
+
+
 def test_ports_of_jobs_are_apart_from_those_that_local_clusters_choose():
     derived = {
         port
         for job in range(300)
-        for port in ports(resolvers.from_slurm({**SLURM, "SLURM_JOB_ID": str(job)}))
+        for tasks in (4, 100)
+        for port in ports(resolvers.from_slurm(many_tasks(tasks) | {"SLURM_JOB_ID": str(job)}))
     }
     assert derived.isdisjoint(free_ports(1000))
 

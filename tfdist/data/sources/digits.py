@@ -85,7 +85,7 @@ def is_test(index: np.ndarray) -> np.ndarray:
 
 
 def _read() -> tuple[np.ndarray, np.ndarray]:
-    """Return images, uint8 `[1797, 8, 8, 1]` from 0 to 255, and labels, int `[1797]`."""
+    """Return images, uint8 `[1797, 8, 8, 1]` from 0 to 255, and labels, uint8 `[1797]`."""
     file = importlib.resources.files(__package__) / "digits.npz"
     with file.open("rb") as opened, np.load(opened) as digits:
         images = np.round(digits["images"] * (255 / 16)).astype(np.uint8)

@@ -128,7 +128,7 @@ def _about_rate(needs: Needs, batch: int) -> str:
         return ""
     return (
         f"; train.learning_rate stays {needs.learning_rate:g}. If it is meant for batches of "
-        f"{base}, as by default, `tfdist plan` recommends train.learning_rate={rate:.3g}. "
+        f"{base}, as by default, `tfdist plan --find-batch` recommends {rate:.3g}. "
         "train.base_global_batch makes it follow in proportion"
     )
 

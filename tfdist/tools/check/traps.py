@@ -474,7 +474,7 @@ def _is_true(node: ast.AST | None) -> bool:
 
 
 def _sums_rows(call: ast.Call) -> bool:
-    """Return whether a call of a sum may add up axis 0, the rows."""
+    """Return whether a call of a sum names axis 0, the rows, or may do so by a variable."""
     axes = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "axis")]
     try:
         axis = ast.literal_eval(axes[0]) if axes else None

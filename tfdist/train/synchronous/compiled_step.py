@@ -23,7 +23,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import copies
 from tfdist.keras_compat.parallel import known_variables
 from tfdist.parallel.placement import Placement
@@ -174,9 +173,7 @@ def _refusal(
                 function = tf.function(step, jit_compile=True, autograph=False)
                 function.experimental_get_compiler_ir(data)(stage="hlo")
                 return
-            stack.enter_context(
-                weighted_step(1.0 / placement.replicas, rows=lambda: count_rows(data))
-            )
+            stack.enter_context(weighted_step(1.0 / placement.replicas))
             function = _function(step, trace)
             function.get_concrete_function(data)
             _check_collectives(trace)

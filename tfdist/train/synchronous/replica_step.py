@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,15 +32,11 @@ from tfdist.keras_compat import (
 from tfdist.keras_compat.global_generator import SEED_STRIDE
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.replica_weight import (
-    Weight,
-    gradients_of_rows,
-    has_all_rows,
-    step_weight,
-    weighted_step,
-)
+from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
 from tfdist.train.synchronous.feed import Batch, replica_rows
 from tfdist.train.synchronous.gathered_metrics import is_gathered
+
+log = logging.getLogger("tfdist")
 
 
 def run_replica(
@@ -84,15 +81,14 @@ def _run_replica(
     replica = context.replica_id_in_sync_group
     local = local_replica(placement)
     data = replica_rows(batch, local, placement, host)
-    count = functools.partial(count_rows, data)
     if even:
         weight: Weight = 1.0 / placement.replicas
-        with weighted_step(weight, combine, count), _own_seeds(model, replica, local):
+        with weighted_step(weight, combine), _own_seeds(model, replica, local):
             return step(data)
-    rows = count()
+    rows = count_rows(data)
     total = context.all_reduce("SUM", rows) if batch.rows is None else batch.rows
     weight = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
-    with weighted_step(weight, combine, count), _own_seeds(model, replica, local):
+    with weighted_step(weight, combine), _own_seeds(model, replica, local):
         with _unchanged_if(tf.equal(rows, 0), model, local):
             return step(data)
 
@@ -120,18 +116,31 @@ def gradient(
     target: Any,
     sources: Any,
     output_gradients: Any = None,
-    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Return the gradients of a tape with respect to tensors or variables.
+    """Return the gradients of a tape; warn if they may be those of a sum over rows.
 
-    TensorFlow's gradient of a vector is that of its sum. With respect to variables, that of a
-    vector with a value for each row is the sum over the rows of the global batch.
+    TensorFlow's gradient of a vector is that of its sum. A replica's sum over its own rows counts
+    as a mean, and cannot be told from other vectors, whose gradients are right.
     """
-    if output_gradients is None and any(hasattr(x, "handle") for x in tf.nest.flatten(sources)):
-        of_rows = [gradients_of_rows(x) for x in tf.nest.flatten(target)]
-        if any(x is not None for x in of_rows):
-            output_gradients = of_rows
-    return tf_method(tape, target, sources, output_gradients, unconnected_gradients)
+    of_variables = any(hasattr(x, "handle") for x in tf.nest.flatten(sources))
+    if step_weight() is not None and output_gradients is None and of_variables:
+        for x in tf.nest.flatten(target):
+            if isinstance(x, tf.Tensor) and x.shape.rank and x.shape.num_elements() != 1:
+                _warn_of_sum(str(x.shape))
+    return tf_method(tape, target, sources, output_gradients, *args, **kwargs)
+
+
+@functools.cache  # once for each shape
+def _warn_of_sum(shape: str) -> None:
+    log.warning(
+        "train_step takes the gradient of a tensor of shape %s with respect to variables: that of "
+        "the tensor's sum. If the tensor has a loss for each row, N replicas make the gradient too "
+        "small by a factor of N. Take the gradient of tf.reduce_mean(tensor), which is that of one "
+        "replica, times a constant if you need a sum.",
+        shape,
+    )
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def test_the_log_says_which_rate_the_plan_recommends(monkeypatch, caplog, adapti
     assert (
         f"data.global_batch: {batch}, the largest that fits 280 MB on each of 4 devices; "
         "train.learning_rate stays 0.1. If it is meant for batches of 64, as by default, `tfdist "
-        f"plan` recommends train.learning_rate={rate:.3g}." in caplog.text
+        f"plan --find-batch` recommends {rate:.3g}." in caplog.text
     )
 
 

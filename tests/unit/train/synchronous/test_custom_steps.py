@@ -18,6 +18,7 @@ from tfdist.telemetry.writers import JsonlWriter
 from tfdist.tools.report import tensorboard_events
 from tfdist.tools.report.read import read_run
 from tfdist.tools.report.run_files import Reader
+from tfdist.train.synchronous import replica_step
 from tfdist.train.synchronous.gathered_metrics import MetricUpdates, is_gathered
 
 ROWS = 33  # batches of 16, 16 and 1 rows
@@ -68,11 +69,6 @@ class LossOfEachRow(OwnStep):
 
     def logs(self, loss, y, prediction):
         return {"loss": tf.reduce_mean(loss)}
-
-
-class LossOfEachOutput(LossOfEachRow):
-    def loss_of(self, y, prediction):
-        return tf.reduce_mean(tf.square(y - prediction * [0.5, 1.0, 2.0]), 0) / 9
 
 
 class KerasLoss(OwnStep):
@@ -218,8 +214,6 @@ def check_equal(ones, twos):
     "make",
     [
         lambda: mlp(OwnStep),
-        lambda: mlp(LossOfEachRow),
-        lambda: mlp(LossOfEachOutput),
         lambda: mlp(KerasLoss),
         lambda: mlp(Trackers),
         lambda: mlp(Guide),
@@ -229,8 +223,6 @@ def check_equal(ones, twos):
     ],
     ids=[
         "mean by hand",
-        "of rows",
-        "of outputs",
         "Keras' loss",
         "trackers",
         "guide",
@@ -245,6 +237,15 @@ def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
     ones = fitted(one_device, make, loss, metric)
     check_equal(ones, fitted(mirrored, make, loss, metric))
     assert ones[0]["loss"][1] < ones[0]["loss"][0]
+
+
+def test_the_gradient_of_a_vector_is_told(one_device, mirrored, caplog):
+    replica_step._warn_of_sum.cache_clear()
+    fitted(one_device, lambda: mlp(LossOfEachRow))
+    fitted(mirrored, lambda: mlp(OwnStep))
+    assert "takes the gradient of a tensor" not in caplog.text
+    fitted(mirrored, lambda: mlp(LossOfEachRow))
+    assert caplog.text.count("takes the gradient of a tensor of shape (None,)") == 1
 
 
 @pytest.mark.parametrize("sync", ["sum", "replicas", "bfloat16"])
