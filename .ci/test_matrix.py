@@ -39,15 +39,17 @@ OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 SUITES = {
     "hooks": ("tests/unit/keras_compat",),
     "parity": ("tests/parity", "-k", "mirrored-2"),
+    "workers": ("tests/parity/test_parity.py", "-k", "workers-2"),
 }
 PACKAGES = ("pytest>=8", "pytest-timeout>=2.3")
 NOT_INSTALLED = ("not installable", "installation failed")  # cells of the table
+NOT_RUN = "not run"
 NOT_INSTALLABLE = re.compile(
     r"ResolutionImpossible|No matching distribution found|requires a different Python"
 )
 HEADER = (
-    "| TensorFlow | Keras | Python | hooks | parity, `mirrored-2` |",
-    "|---|---|---|---|---|",
+    "| TensorFlow | Keras | Python | hooks | parity, `mirrored-2` | parity, two workers |",
+    "|---|---|---|---|---|---|",
 )
 BEGIN = "<!-- of make test-matrix -->\n"
 INSTALL_S = 1800
@@ -74,8 +76,8 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Return whether all tests passed."""
-        return all(re.fullmatch(r"passed \(.*\)", cell) for cell in self.cells[3:])
+        """Return whether all tests passed that have run."""
+        return all(re.fullmatch(rf"passed \(.*\)|{NOT_RUN}", cell) for cell in self.cells[3:])
 
     def __str__(self) -> str:
         return f"| {' | '.join(self.cells)} |"
@@ -152,7 +154,9 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
     if keras in NAMED:  # pip would keep another commit of the same version
         shutil.rmtree(directory, ignore_errors=True)
     if not python.exists():
-        subprocess.run([str(command_of(python_version)), "-m", "venv", directory], check=True)
+        # The pip of an old Python may take half an hour to choose versions.
+        command = [str(command_of(python_version)), "-m", "venv", "--upgrade-deps", directory]
+        subprocess.run(command, check=True)
     packages = wanted(tensorflow, keras)
     print(f"{' '.join(packages)}: installing into {directory.relative_to(ROOT)}", flush=True)
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -164,7 +168,7 @@ def run(tensorflow: str, keras: str, python_version: str) -> Row:
         code, text = output(log, [*pip, *packages, *others, *PACKAGES], INSTALL_S)
     if code:
         why = NOT_INSTALLED[0 if NOT_INSTALLABLE.search(text) else 1]
-        return Row(combination, (tensorflow, keras, python_version, why, why))
+        return Row(combination, (tensorflow, keras, python_version, *[why] * len(SUITES)))
     print(f"{' '.join(packages)}: testing", flush=True)
     show = (
         "import platform; from tfdist.runtime.installed_packages import version_of; "

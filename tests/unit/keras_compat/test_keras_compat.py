@@ -225,6 +225,10 @@ def test_what_replicas_call_reaches_the_engine(two):
         context.all_gather(context.all_reduce("SUM", tf.ones([2])), axis=0)
         metric.update_state(1.0)
         tf.function(lambda: tf.zeros([]))()
+        with tf.GradientTape() as tape:
+            x = tf.Variable(2.0)
+            square = x * x
+        assert tape.gradient(square, x) == 4.0
         before = two.tfdist_engine.asked.count("assign")
         variable.assign([2.0])
         variable.value.assign_add([1.0])
