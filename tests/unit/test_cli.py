@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -43,31 +42,18 @@ def workplace(tmp_path, monkeypatch):
         ["--version"],
     ],
 )
-def test_help_is_quick_and_imports_no_tensorflow(words):
+def test_help_imports_few_modules_and_no_tensorflow(words):
+    """Importing modules is most of the time that it takes."""
     code = (
         "import sys\nfrom tfdist.cli import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "heavy = {'tensorflow', 'keras', 'numpy', 'absl'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert len(sys.modules) < 300, len(sys.modules)\n"
     )
-    seconds = []
-    for _ in range(3):  # the best of three, of processor time: others may keep the machine busy
-        started = processor_time()
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            timeout=60,
-        )
-        seconds.append(processor_time() - started)
-    assert min(seconds) < 0.3
-
-
-def processor_time():
-    """Return the processor time of the processes that have ended here."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60
+    )
 
 
 def test_python_m_tfdist_is_the_same(capsys):

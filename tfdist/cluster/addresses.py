@@ -19,7 +19,7 @@ Lookup = Callable[..., list]  # of the form of socket.getaddrinfo
 # Below Linux's range for outgoing connections (32768 to 60999), so that no connection takes a port
 # between our choice and TensorFlow's start; also below Kubernetes' node ports (30000 to 32767).
 # Above the ports that resolvers.py derives from the number of a job, which must be free then.
-_LOCAL_PORTS = range(24800, 30000)
+_LOCAL_PORTS = range(22400, 30000)
 
 PROBE_S = 3.0  # timeout of a probe; a server that has CPU time answers in a millisecond
 

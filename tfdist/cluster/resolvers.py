@@ -39,8 +39,8 @@ __all__ = ["from_kubernetes", "from_open_mpi", "from_slurm", "resolve"]
 logger = logging.getLogger("tfdist")
 
 _ALONE = "TF_CONFIG={} runs each process alone"
-_FIRST_PORT = 20000  # 20000 to 24799: apart from the ports that `addresses.free_ports` chooses
-_PORTS_PER_JOB = 64
+_FIRST_PORT = 20000  # 20000 to 22399: apart from the ports that `addresses.free_ports` chooses
+_PORTS_PER_JOB = 32
 _PORT_BLOCKS = 75
 
 
@@ -141,7 +141,7 @@ def from_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     distributions are supported, and arbitrary ones whose SLURM_HOSTFILE this task can read. A step
     over several components of a heterogeneous job (`srun --het-group=0,1`) is one cluster; its
     distribution must be block. Ports start at `TFDIST_PORT`, if it is set; else they are those of
-    `srun --resv-ports=N`; else they start at 20000 + 64 * ((7 * job + step) mod 75). Each rank has
+    `srun --resv-ports=N`; else they start at 20000 + 32 * ((7 * job + step) mod 75). Each rank has
     its own port; if fewer are reserved, each task of a node has its own port.
 
     Args:

@@ -139,7 +139,7 @@ def test_slurm_step_over_components_takes_block_whatever_one_component_has(distr
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, range(23200, 23204)),  # 20000 + 64 * (7 * 7 + 1)
+        ({}, range(21600, 21604)),  # 20000 + 32 * (7 * 7 + 1)
         ({"TFDIST_PORT": "3000", "SLURM_STEP_RESV_PORTS": "400-409"}, range(3000, 3004)),
         ({"SLURM_STEP_RESV_PORTS": "400-402,500"}, [400, 401, 402, 500]),
         ({"SLURM_STEP_RESV_PORTS": "400-401"}, [400, 401, 400, 401]),

@@ -129,7 +129,7 @@ def test_different_clusters(monkeypatch, seconds):
 
     monkeypatch.setattr(PeerExchange, "ask_all", ask_late)
     spec, hosts = one_each()
-    jobs = {"worker": spec.jobs["worker"] + tuple(ClusterSpec.local().jobs["worker"])}
+    jobs = {"worker": (*spec.jobs["worker"], "127.0.0.1:1")}
     other = ClusterSpec(jobs, source="file other.yaml")
     hosts[9] = (other, (other.tasks[9],))
     found = check_all(hosts)
