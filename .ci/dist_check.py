@@ -25,7 +25,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 INSTALL_S = 1200
 COMMAND_S = 300
 SBOM = "sbom.json"
-TEMPLATES = ("script", "config", "loop", "imagenet", "recommender")  # of `tfdist new`
 # What has no place in a wheel: sources of the library that it has compiled.
 SOURCES = (".cc", ".h")
 
@@ -170,7 +169,8 @@ def use(artefact: pathlib.Path, directory: pathlib.Path) -> None:
     native = glob.glob(str(pathlib.Path(where).parent / "parallel/collectives/native/*.so"))
     if shutil.which("c++") and not native:
         raise Failed(f"{artefact.name}: the native library was not compiled, though c++ is here")
-    for template in TEMPLATES:
+    show = "from tfdist.tools.new import TEMPLATES; print(*TEMPLATES)"
+    for template in run(python, "-c", show, cwd=work).split():
         run(tfdist, "new", template, "--template", template, cwd=work)
         tested = run(python, "-m", "pytest", "-q", template, cwd=work).splitlines()[-1]
         print(f"{template}: {tested}", flush=True)

@@ -34,8 +34,8 @@ from common.allreduce_worker import (
 )
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -230,15 +230,7 @@ def report_hosts(results: dict, verdicts: list[dict], facts: dict) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--processes",
-        action=Parts,
-        nargs="+",
-        type=int,
-        choices=(2, 3, 4),
-        default=[2, 4],
-        help="default: 2 4",
-    )
+    add_parts(parser, "--processes", (2, 3, 4), default=[2, 4], type=int, help="default: 2 4")
     parser.add_argument(
         "--hosts", action="store_true", help="4 processes, as if on two hosts; needs unshare and tc"
     )

@@ -32,8 +32,8 @@ from typing import Any
 from common.engines_worker import EVENTS, SAVE_FREQ, STEP_S
 from common.processes import ProcessFailed, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -381,7 +381,7 @@ def report(names: list[str], results: dict, not_run: dict, facts: dict, notes: s
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--engines", action=Parts, nargs="+", choices=ENGINES, help="default: all")
+    add_parts(parser, "--engines", ENGINES, default=None)
     parser.add_argument(
         "--notes", default="", help="sentence for the report, such as what else was running"
     )

@@ -25,8 +25,8 @@ import tempfile
 
 from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -251,14 +251,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--models",
-        action=Parts,
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        help="default: all",
-    )
+    add_parts(parser, "--models", MODELS)
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed steps per variant and round, default: {defaults}")
     parser.add_argument(

@@ -24,8 +24,8 @@ import tempfile
 from common.gpu_workers import MODELS, Job, serve
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -132,14 +132,7 @@ def gpu_name(number: str) -> str | None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--models",
-        action=Parts,
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        help="default: all",
-    )
+    add_parts(parser, "--models", MODELS)
     add_options(parser, ROUNDS, "timed steps per round, default: 10 to 300, by model")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=3)

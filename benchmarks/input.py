@@ -31,8 +31,8 @@ from common.input_images import HEIGHT, WIDTH, folder, size
 from common.input_pipelines import BATCH, KERAS_SIDE, SIDE
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -334,9 +334,7 @@ def _power(number: int) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--parts", action=Parts, nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
-    )
+    add_parts(parser, "--parts", PARTS)
     add_options(parser, ROUNDS, f"timed batches per pipeline and round, default {STEPS}")
     parser.add_argument(
         "--images", type=positive, help=f"JPEG files, default {BATCH * (UNTIMED + STEPS + 8)}"

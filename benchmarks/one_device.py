@@ -26,8 +26,8 @@ import tempfile
 from common.one_device_workers import FRAMEWORKS, INPUTS, ON_BATCHES, Job, first_step, serve
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -145,13 +145,7 @@ def report(results: dict, verdicts: list[dict], frameworks: list[str], facts: di
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--models",
-        action=Parts,
-        nargs="+",
-        choices=MODELS,
-        help="default: all",
-    )
+    add_parts(parser, "--models", MODELS, default=None)
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed steps per input and round, default: {defaults}")
     args = parser.parse_args(argv)

@@ -26,8 +26,8 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -391,9 +391,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--parts", action=Parts, nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
-    )
+    add_parts(parser, "--parts", PARTS)
     defaults = ", ".join(f"{part.steps} ({name})" for name, part in SPEED.items())
     add_options(parser, ROUNDS, f"least number of timed steps, default: {defaults}")
     parser.add_argument("--seeds", type=positive, help="trainings for the accuracy, default 5")

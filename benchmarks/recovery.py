@@ -23,8 +23,8 @@ from collections.abc import Iterable
 
 from common.processes import ProcessFailed, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -397,14 +397,7 @@ def report(recoveries: Recoveries, large: Recoveries, verdicts: list[dict], fact
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--parts",
-        action=Parts,
-        nargs="+",
-        choices=("recover", "large"),
-        default=["recover", "large"],
-        help="default: all",
-    )
+    add_parts(parser, "--parts", ("recover", "large"))
     add_options(parser, ROUNDS)
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS)

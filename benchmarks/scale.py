@@ -34,8 +34,8 @@ from common.light_tasks import (
 )
 from common.processes import Processes, ProcessFailed
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -353,16 +353,15 @@ def _spread(values: list[float], form: str) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
+    add_parts(
+        parser,
         "--tasks",
+        None,
+        default=None,
         type=positive,
-        action=Parts,
-        nargs="+",
         help=f"numbers of tasks, default {' '.join(map(str, TASKS))}",
     )
-    parser.add_argument(
-        "--parts", action=Parts, nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
-    )
+    add_parts(parser, "--parts", PARTS)
     parser.add_argument(
         "--notes", default="", help="sentence for the report, such as what else was running"
     )

@@ -19,8 +19,8 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -210,22 +210,13 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
+    add_parts(
+        parser,
         "--ways",
-        action=Parts,
-        nargs="+",
-        choices=sorted({way for ways in CONTENDERS.values() for way in ways}),
-        help="default: all",
+        sorted({way for ways in CONTENDERS.values() for way in ways}),
+        default=None,
     )
-    parser.add_argument(
-        "--processes",
-        action=Parts,
-        nargs="+",
-        type=int,
-        choices=sorted(CONTENDERS),
-        default=sorted(CONTENDERS),
-        help="default: all",
-    )
+    add_parts(parser, "--processes", sorted(CONTENDERS), type=int)
     add_options(parser, ROUNDS, f"timed steps, default {STEPS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=2)

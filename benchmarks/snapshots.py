@@ -23,8 +23,8 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -179,13 +179,7 @@ def report(results: dict[tuple[int, int], Costs], verdicts: list[dict], facts: d
 def main(argv: list[str]) -> int:
     """Run the benchmark, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--sizes",
-        action=Parts,
-        nargs="+",
-        type=int,
-        help="of SETUPS, in MB; default all",
-    )
+    add_parts(parser, "--sizes", None, default=None, type=int, help="of SETUPS, in MB; default all")
     add_options(parser, ROUNDS, f"epochs of each fit, default {EPOCHS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=1)

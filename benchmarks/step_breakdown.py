@@ -23,8 +23,8 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -142,14 +142,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--models",
-        action=Parts,
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        help="default: all",
-    )
+    add_parts(parser, "--models", MODELS)
     parser.add_argument(
         "--starts",
         type=positive,

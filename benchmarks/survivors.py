@@ -24,7 +24,16 @@ import sys
 import tempfile
 
 from common.processes import ProcessFailed, run_main
-from common.report import Parts, add_options, begin, conclude, fill_options, heading, table, verdict
+from common.report import (
+    add_options,
+    add_parts,
+    begin,
+    conclude,
+    fill_options,
+    heading,
+    table,
+    verdict,
+)
 
 from tfdist.cluster.addresses import free_ports
 
@@ -166,7 +175,7 @@ def report(results: dict[str, list[Facts]], verdicts: list[dict], facts: dict) -
 def main(argv: list[str]) -> int:
     """Run the benchmark, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ways", action=Parts, nargs="+", choices=WAYS, help="default: all")
+    add_parts(parser, "--ways", WAYS, default=None)
     add_options(parser, ROUNDS, f"steps before the loss, and after it, default {STEPS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=STEPS)

@@ -21,8 +21,8 @@ import tempfile
 
 from common.processes import Processes, ProcessFailed, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -252,14 +252,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--models",
-        action=Parts,
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        help="default: all",
-    )
+    add_parts(parser, "--models", MODELS)
     add_options(
         parser,
         ROUNDS,

@@ -21,8 +21,8 @@ from collections import defaultdict
 
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     cores,
@@ -135,14 +135,7 @@ def report(results: dict, starts: dict, verdicts: list[dict], facts: dict) -> st
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--models",
-        action=Parts,
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        help="default: all",
-    )
+    add_parts(parser, "--models", MODELS)
     defaults = ", ".join(f"{model.steps} ({name})" for name, model in MODELS.items())
     add_options(parser, ROUNDS, f"timed updates and steps per round, default: {defaults}")
     args = parser.parse_args(argv)

@@ -20,8 +20,8 @@ import tempfile
 
 from common.processes import Processes, run_main
 from common.report import (
-    Parts,
     add_options,
+    add_parts,
     begin,
     conclude,
     fill_options,
@@ -133,14 +133,7 @@ def report(results: dict[str, dict[int, dict]], verdicts: list[dict], facts: dic
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--networks",
-        action=Parts,
-        nargs="+",
-        choices=NETWORKS,
-        default=list(NETWORKS),
-        help="default: all",
-    )
+    add_parts(parser, "--networks", NETWORKS)
     add_options(parser, ROUNDS, f"timed steps per round, default: {STEPS}")
     args = parser.parse_args(argv)
     fill_options(args, ROUNDS, quick_steps=3)

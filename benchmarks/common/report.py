@@ -15,6 +15,7 @@ import shlex
 import signal
 import statistics
 import sys
+from typing import Any
 
 _QUIET_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -140,7 +141,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int, steps: str = "") -
     )
 
 
-class Parts(argparse.Action):
+class _StoreParts(argparse.Action):
     """Action of an option that names parts of a benchmark.
 
     The report of some of them may not replace the whole one.
@@ -150,6 +151,21 @@ class Parts(argparse.Action):
         """Store the parts; note whether they are other ones than the default."""
         setattr(namespace, self.dest, values)
         namespace.partial |= not self.default or not set(values) >= set(self.default)
+
+
+def add_parts(parser: argparse.ArgumentParser, flag: str, choices: Any, **options: Any) -> None:
+    """Add an option that names parts of a benchmark, default all.
+
+    Args:
+        parser: Parser to add the option to.
+        flag: Flag of the option.
+        choices: The parts; None for any.
+        **options: Other options of `add_argument`, in place of the default and the help.
+    """
+    if "default" not in options:
+        options["default"] = list(choices)
+    options.setdefault("help", "default: all")
+    parser.add_argument(flag, action=_StoreParts, nargs="+", choices=choices, **options)
 
 
 def fill_options(args: argparse.Namespace, rounds: int, quick_steps: int = 0) -> None:

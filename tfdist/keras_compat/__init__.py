@@ -37,6 +37,7 @@ from keras.src.trainers.trainer import model_supports_jit as model_supports_jit
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import config as _config
 
 from tfdist.keras_compat import (
     fused_updates,
@@ -267,12 +268,7 @@ def ops_are_deterministic() -> bool:
     If so, no operation reads the clock, and no dataset can return the elements that become ready
     first.
     """
-    try:
-        with tf.Graph().as_default():
-            tf.random.uniform([])
-    except RuntimeError:  # it refuses random numbers without a seed
-        return True
-    return False
+    return _config.is_op_determinism_enabled()
 
 
 def unordered(op: tf.Operation) -> None:

@@ -99,7 +99,7 @@ class Command:
         split: Divides the words of the command line into those of the parser, and others that `run`
             gets as they are; default: all are for the parser.
         others: Description of the other words, for the error about an unknown word.
-        stray: Remedy for an unknown word that is no flag; default: `others`.
+        word_remedy: Remedy for an unknown word that is no flag; default: `others`.
         takes_config: Whether the command takes `--config` and `--config.KEY=VALUE`, which `run`
             then gets as the other words; default False.
         handles_signals: Whether `run` itself takes care of signals, including Ctrl-C.
@@ -127,7 +127,7 @@ class Command:
     usage: str | None = None
     split: Callable[[Sequence[str]], tuple[list[str], list[str]]] = lambda argv: (list(argv), [])
     others: str = ""
-    stray: str = ""
+    word_remedy: str = ""
     takes_config: bool = False
     handles_signals: bool = False
     more_words: Callable[[], Sequence[str]] = lambda: ()
@@ -182,7 +182,7 @@ class Command:
             for word in unknown:
                 if word.startswith("-"):
                     raise ValueError(no_such_flag(word, parser.flags, self.others))
-                remedy = self.stray or self.others
+                remedy = self.word_remedy or self.others
                 raise ValueError(f"expected a flag, received {word!r}. {remedy}".rstrip())
             flags.argv = [*defaults.words, *argv]
             self.check(flags, words)

@@ -43,9 +43,8 @@ def load(
     """Return a split of a TFDS dataset, which is prepared first if necessary.
 
     If several workers share `data_dir`, one prepares the dataset and the others wait. The dataset
-    `tfdist_digits` of this package is a part of it and downloads nothing; TFDS
-    downloads other datasets on first use. The order of examples is the order of `tfds.load(name,
-    split=split)`.
+    `tfdist_digits` is a part of this package; TFDS downloads other datasets on first use. The order
+    of examples is the order of `tfds.load(name, split=split)`.
 
     Args:
         name: Name of a dataset that TFDS knows, "mnist", "my_dataset/config:1.0.0"; or of a

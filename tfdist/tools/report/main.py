@@ -218,6 +218,6 @@ main = Command(
     },
     run=_report,
     add_flags=_add_flags,
-    stray="LOGDIR is one directory. To compare runs, name the directory that holds all of them: "
-    "tfdist report runs",
+    word_remedy="LOGDIR is one directory. To compare runs, name the directory that holds all of "
+    "them: tfdist report runs",
 )

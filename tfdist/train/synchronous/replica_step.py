@@ -124,8 +124,11 @@ def gradient(
     TensorFlow's gradient of a vector is that of its sum. A replica's sum over its own rows counts
     as a mean, and cannot be told from other vectors, whose gradients are right.
     """
-    of_variables = any(hasattr(x, "handle") for x in tf.nest.flatten(sources))
-    if step_weight() is not None and output_gradients is None and of_variables:
+    if (
+        step_weight() is not None
+        and output_gradients is None
+        and any(hasattr(x, "handle") for x in tf.nest.flatten(sources))  # variables
+    ):
         for x in tf.nest.flatten(target):
             if isinstance(x, tf.Tensor) and x.shape.rank and x.shape.num_elements() != 1:
                 _warn_of_sum(str(x.shape))

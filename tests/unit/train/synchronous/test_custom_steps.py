@@ -221,15 +221,7 @@ def check_equal(ones, twos):
         lambda: mlp(AddedToLoss),
         endpoint,
     ],
-    ids=[
-        "mean by hand",
-        "Keras' loss",
-        "trackers",
-        "guide",
-        "compute_loss",
-        "added",
-        "endpoint",
-    ],
+    ids=["mean by hand", "Keras' loss", "trackers", "guide", "compute_loss", "added", "endpoint"],
 )
 def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
     loss = None if make is endpoint else "mse"
@@ -239,7 +231,7 @@ def test_own_losses_are_those_of_one_replica(make, one_device, mirrored):
     assert ones[0]["loss"][1] < ones[0]["loss"][0]
 
 
-def test_the_gradient_of_a_vector_is_told(one_device, mirrored, caplog):
+def test_the_gradient_of_a_vector_is_warned_of(one_device, mirrored, caplog):
     replica_step._warn_of_sum.cache_clear()
     fitted(one_device, lambda: mlp(LossOfEachRow))
     fitted(mirrored, lambda: mlp(OwnStep))
