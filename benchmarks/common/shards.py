@@ -20,7 +20,8 @@ class Job:
     """Describe one worker process.
 
     Args:
-        way: "data parallel", "zero 1", "zero 2", "fsdp" or "fsdp, kept".
+        way: "data parallel", "zero 1", "zero 2", "fsdp", or, with kernels gathered,
+            "fsdp, gathered" or "fsdp, kept".
         width: Width of the model; a block has 8 times its square weights.
         blocks: Number of the model's blocks.
         batch: Examples of all workers per step.
@@ -56,7 +57,9 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         if job.way.startswith("fsdp"):
             with deferred():
                 model = _model(keras, job)
-            fsdp(model, reshard_after_forward=job.way == "fsdp")
+            # So many rows would be more bytes than the kernels.
+            rows = None if job.way == "fsdp" else job.width
+            fsdp(model, reshard_after_forward=job.way != "fsdp, kept", batch_per_replica=rows)
         else:
             model = _model(keras, job)
             optimizer = (

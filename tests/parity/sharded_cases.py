@@ -44,6 +44,7 @@ SHARDED = {  # way: what it does with the model, with the optimizer
         None,
     ),  # or all of a small model's weights would stay until backward
     "fsdp keep": (functools.partial(fsdp, reshard_after_forward=False, prefetch=2), None),
+    "fsdp products": (functools.partial(fsdp, batch_per_replica=4), None),
 }
 
 
@@ -121,6 +122,18 @@ def mlp(dropout=0.3, first=keras.layers.Dense, **of_first):
             keras.Input([5]),
             first(7, "relu", **of_first),
             keras.layers.Dropout(dropout),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def wide():
+    """Return a model with a kernel of which the rows of a batch are fewer bytes."""
+    return keras.Sequential(
+        [
+            keras.Input([5]),
+            keras.layers.Dense(512, "tanh"),
+            keras.layers.Dense(512, "tanh"),
             keras.layers.Dense(3),
         ]
     )
@@ -283,6 +296,13 @@ OF_PROCESSES = {
     # update out.
     "outlier": Case(
         frozen, _overflowing, ("zero2", "zero2 alone", "fsdp alone"), "outlier", saved=True
+    ),
+    "wide adam": Case(
+        wide,
+        lambda: keras.optimizers.Adam(0.001),
+        ("fsdp products", "fsdp products alone"),
+        tolerance=4e-6,
+        saved=True,
     ),
     "lstm adam of four": Case(
         lstm, lambda: keras.optimizers.Adam(0.01, clipnorm=0.1), ("zero1", "fsdp"), "words"

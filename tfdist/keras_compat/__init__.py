@@ -124,6 +124,7 @@ def install() -> None:
     parallel.hook_optimizers()
     parallel.hook_gradients(_in_strategy)
     hook_lookups(_in_strategy)
+    importlib.import_module("tfdist.keras_compat.sharded_products").hook_products()
     hook_keys()
     scopes.keep_in_clear_session()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import math
@@ -282,6 +283,8 @@ class Sharded(keras.Variable):
         override = _value_in_context(self)
         if override is None and in_symbolic_scope():
             override = tf.zeros(self.tfdist_shape, self._dtype)
+        if isinstance(override, KernelPart):
+            override = override.whole()
         return self._maybe_autocast(self.tfdist_store.whole(self) if override is None else override)
 
     @property
@@ -294,6 +297,26 @@ class Sharded(keras.Variable):
             self._value.assign(tf.cast(value, self._value.dtype))
         else:
             self.tfdist_store.assign_whole(self, tf.cast(value, self._value.dtype))
+
+
+class KernelPart(abc.ABC):
+    """This replica's part of a sharded kernel, which `replaced_shards` may have for its value."""
+
+    @abc.abstractmethod
+    def whole(self) -> tf.Tensor:
+        """Return the whole kernel."""
+
+    @abc.abstractmethod
+    def product(self, x: tf.Tensor, axes: int) -> tf.Tensor | None:
+        """Return the product of inputs and the kernel; None if it needs the whole kernel.
+
+        Args:
+            x: Inputs `[..., *contracted]`, in the dtype in which the layer reads the kernel.
+            axes: Number of contracted axes, the first of the kernel.
+
+        Returns:
+            Tensor `[..., *others]`, with the other axes of the kernel.
+        """
 
 
 def make_sharded(variable: keras.Variable, rows: Any, shape: Sequence[int], store: Any) -> None:
@@ -357,7 +380,7 @@ def replaced_shards(values: dict[int, Any]) -> Iterator[None]:
     """Make sharded variables have these values within the context.
 
     Args:
-        values: Whole values, by the id of the variable.
+        values: Whole values, or a `KernelPart`, by the id of the variable.
     """
     before = getattr(_state, "given", {})
     _state.given = {**before, **values}
@@ -374,6 +397,14 @@ def have_values(variables: Sequence[keras.Variable]) -> bool:
     shapes count, and the answer is True.
     """
     return in_symbolic_scope() or all(_value_in_context(v) is not None for v in variables)
+
+
+def kernel_part(variable: Any) -> KernelPart | None:
+    """Return what a product with a variable needs of it, if that is a part of a kernel."""
+    if not isinstance(variable, Sharded) or in_shards():
+        return None
+    value = _value_in_context(variable)
+    return value if isinstance(value, KernelPart) else None
 
 
 def _value_in_context(variable: keras.Variable) -> Any:

@@ -171,7 +171,7 @@ class Group:
         """Return this replica's row of the sum over the group.
 
         Args:
-            x: Tensor `[size, n]`.
+            x: Tensor `[size, n]`. n may be unknown when the call is traced, as for `all_to_all`.
             name: Name of this call.
             comm_dtype: Dtype in which the tensor is sent, as for `all_reduce`.
 
@@ -192,7 +192,7 @@ class Group:
         """Return the tensors of all replicas of the group.
 
         Args:
-            x: Tensor `[n]`.
+            x: Tensor `[n]`. n may be unknown when the call is traced, as for `all_to_all`.
             name: Name of this call.
 
         Returns:
@@ -200,18 +200,19 @@ class Group:
         """
         if self.size == 1:
             return x[None]
-        count = x.shape[0]
+        count = tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
         dtype = x.dtype
         self._count(name, x, self.size - 1)
         if (transport := self._native(x)) is not None:
             return transport.all_gather(x, self._call_name(name))
         if dtype in (tf.bfloat16, tf.uint16, tf.int16):  # sent as pairs in int32
-            pairs = tf.reshape(tf.pad(x, [[0, count % 2]]) if count % 2 else x, [-1, 2])
+            odd = count % 2
+            pairs = tf.reshape(x if x.shape[0] and not odd else tf.pad(x, [[0, odd]]), [-1, 2])
             gathered = tf.bitcast(
                 self._on_device(tf.raw_ops.CollectiveGatherV2, tf.bitcast(pairs, tf.int32), name),
                 dtype,
             )
-            return tf.reshape(gathered, [self.size, count + count % 2])[:, :count]
+            return tf.reshape(gathered, [self.size, count + odd])[:, :count]
         return tf.reshape(
             self._on_device(tf.raw_ops.CollectiveGatherV2, x, name), [self.size, count]
         )

@@ -77,6 +77,7 @@ def fsdp(
     sync: Gradients | str | None = None,
     strategy: tf.distribute.Strategy | None = None,
     elementwise: bool = False,
+    batch_per_replica: int | None = None,
 ) -> FSDP:
     """Shard a model's weights over the replicas (FSDP, ZeRO stage 3).
 
@@ -89,7 +90,15 @@ def fsdp(
     replicas. The optimizer updates only the replica's own part, so its state is sharded too.
 
     Layers inside a layer, such as those of a transformer block, are gathered together with it.
-    Models inside a model are not: each of their layers is gathered by itself. The results equal
+    Models inside a model are not: each of their layers is gathered by itself.
+
+    A large kernel of a Dense or EinsumDense layer is not gathered if it takes fewer bytes to send
+    the rows of the layer's input to the replicas that hold it (tensor parallelism). This depends on
+    the number of examples that a replica has in a step, which the first `fit` tells: the batch size
+    of arrays, of a `tfdist.data.pipeline`, or of another data set that drops the remainder. If
+    nothing tells it, kernels are gathered. Batches of other sizes are computed right, too.
+
+    The results equal
     those of the unsharded model, up to the rounding of sums. Outside of training a weight looks
     whole: `get_weights`, `save` and `v.numpy()` gather it. If there are several processes, all of
     them must make these calls together.
@@ -111,6 +120,8 @@ def fsdp(
         strategy: Strategy as for `tfdist.parallel.zero`.
         elementwise: Flag as for `tfdist.parallel.zero`, for the optimizer that you compile the
             model with.
+        batch_per_replica: Number of examples that a replica has in a step. It decides which layers
+            send rows and gather nothing, see above. None: what the data of `fit` tell.
 
     Returns:
         The `FSDP` object that describes the shards. The model itself is changed in place.
@@ -134,6 +145,7 @@ def fsdp(
         sync,
         strategy,
         elementwise,
+        batch_per_replica,
     )
 
 
@@ -155,18 +167,21 @@ class FSDP(Store):
         sync,
         strategy,
         elementwise,
+        batch_per_replica,
     ):
         strategy = strategy or tf.distribute.get_strategy()
         engine = global_norm.synchronous_engine(strategy, "fsdp")
         self.policy = _policy(sync if sync is not None else engine.aggregation.policy)
         grad_dtype = grad_dtype or self.policy.comm_dtype
-        _check(model, prefetch, gather_dtype, grad_dtype, reshard_after_forward)
+        _check(model, prefetch, gather_dtype, grad_dtype, reshard_after_forward, batch_per_replica)
         name = f"fsdp {next(_numbers)}"
         super().__init__(strategy, Group.of(strategy, name))
         self.slots = Store(strategy, self.group)
         # Called with this replica's part of the summed gradients.
         self.reduced: Callable[[list], None] | None = None
         self._elementwise = elementwise
+        self._batch_per_replica = batch_per_replica
+        self._batch_of_data: int | None = None
         self._chains = Chains(lambda: self.group.local)
         gradient_group = Group.of(strategy, f"{name} gradients")
 
@@ -205,6 +220,7 @@ class FSDP(Store):
                 self._gradient_bytes if reshard_after_forward else None,
                 lambda: self.check_xla(self._model),
                 lambda: self.placement.local_replicas == 1 or self.in_step(),
+                lambda: self._batch_per_replica or self._batch_of_data,
             )
             self._units.append(unit)
 
@@ -232,6 +248,13 @@ class FSDP(Store):
                 self.shard_variable(v, initializers=initializers)
                 self._names[id(v)] = f"weight {len(self.weights)}"
                 self.weights.append(v)  # type: ignore[arg-type]
+
+    def expect_batch(self, rows: int | None) -> None:
+        """Note the number of examples in a global batch; None if it is unknown.
+
+        It must be equal in all processes. Graphs that are traced later depend on it, see `fsdp`.
+        """
+        self._batch_of_data = rows and -(-rows // self.group.size)
 
     @property
     def bytes_per_step(self) -> int:
@@ -487,7 +510,17 @@ def _check(
     gather_dtype: Any,
     grad_dtype: Any,
     reshard_after_forward: Any,
+    batch_per_replica: Any,
 ) -> None:
+    if batch_per_replica is not None and (
+        not isinstance(batch_per_replica, int)
+        or isinstance(batch_per_replica, bool)
+        or batch_per_replica < 1
+    ):
+        raise ValueError(
+            "fsdp: batch_per_replica: expected None or a number of examples from 1 on, "
+            f"received {batch_per_replica!r}."
+        )
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(
             f"fsdp: prefetch: expected a number of layers from 0 on, received {prefetch!r}."

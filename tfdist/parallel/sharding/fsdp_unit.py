@@ -24,6 +24,7 @@ from tfdist.keras_compat import parallel as compat
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.pipeline_parallel.schedule import layers_kept
+from tfdist.parallel.sharding import fsdp_products, product_costs
 from tfdist.parallel.sharding.all_gather import Gathering, own_parts
 
 
@@ -64,6 +65,10 @@ class Chains:
             return Chain()
         chains_of_graph = compat.objects_of(tf.compat.v1.get_default_graph())
         return chains_of_graph.setdefault((self, self._local()), Chain())
+
+
+def _bytes_of(variables: Sequence[Sharded]) -> int:
+    return sum(flat_shards.elements(v.tfdist_shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def _unpadded(x: tf.Tensor) -> tf.Tensor:
@@ -117,6 +122,8 @@ class Unit:
             from forward to backward. None: all of them stay, and backward recomputes nothing.
         check: Function that is called when a step is traced.
         in_replica: Function that returns whether the caller computes for one replica.
+        batch_per_replica: Function that returns the number of examples that a replica has in a
+            step; None if it is unknown.
     """
 
     def __init__(
@@ -129,6 +136,7 @@ class Unit:
         max_kept_bytes: Callable[[], int] | None,
         check: Callable[[], None],
         in_replica: Callable[[], bool],
+        batch_per_replica: Callable[[], int | None],
     ):
         self._layer = layer
         self._name = name
@@ -138,6 +146,7 @@ class Unit:
         self._max_kept_bytes = max_kept_bytes
         self._check = check
         self._in_replica = in_replica
+        self._batch_per_replica = batch_per_replica
         self._keras_call = layer.call
         self.list_weights()
         layer.call = self._call
@@ -163,25 +172,52 @@ class Unit:
         tensors = [x for x in flat if isinstance(x, tf.Tensor)]
         index = len(chain.inputs)
         chain.inputs.extend([_unpadded(x) for x in tensors[:1]] or chain.inputs[-1:])
-        chain.sizes[index:] = [
-            sum(
-                flat_shards.elements(v.tfdist_shape) * tf.as_dtype(v.dtype).size
-                for v in self._weights
-            )
-        ]
+        kernels = self._kernels(tensors)
+        gathered = [v for v in self._weights if id(v) not in kernels]
+        chain.sizes[index:] = [_bytes_of(gathered)]
         gates = (
             chain.inputs[max(0, index - self._prefetch) :][:1] if not tf.executing_eagerly() else []
         )
         name = f"{self._name} {index}"
         # A list of gradients cannot hold sparse and ragged tensors; layers that take them are not
         # recomputed.
-        if self._max_kept_bytes is not None and len(tensors) == sum(map(tf.is_tensor, flat)):
+        recomputed = self._max_kept_bytes is not None and not kernels
+        if recomputed and len(tensors) == sum(map(tf.is_tensor, flat)):
             return self._call_recomputed(args, kwargs, name, gates, index)
-        whole = self._gathering.gather_with_gradient(
-            self._weights, name, gates, self._layer.compute_dtype
-        )
-        with compat.replaced_shards({id(v): x for v, x in zip(self._weights, whole, strict=True)}):
+        values: dict[int, Any] = {
+            id(v): fsdp_products.ProductPart(
+                self._gathering, v, kernels[id(v)], f"{name} product {number}"
+            )
+            for number, v in enumerate(self._weights)
+            if id(v) in kernels
+        }
+        if gathered:
+            whole = self._gathering.gather_with_gradient(
+                gathered, name, gates, self._layer.compute_dtype
+            )
+            values |= {id(v): x for v, x in zip(gathered, whole, strict=True)}
+        with compat.replaced_shards(values):
             return self._keras_call(*args, **kwargs)
+
+    def _kernels(self, tensors: Sequence[tf.Tensor]) -> dict[int, float]:
+        """Return the kernels that are not gathered, by their id.
+
+        Args:
+            tensors: Arguments of the call, of which the first is the input.
+
+        Returns:
+            Values that a replica sends for the product in a pass, forward or backward.
+        """
+        batch = self._batch_per_replica()
+        if batch is None or not tensors or tf.executing_eagerly():
+            return {}
+        size = self._gathering.forward_group.size
+        found = fsdp_products.products_of(self._layer, tensors[0].shape, size)
+        own = [(id(v), found[id(v)]) for v in self._weights if id(v) in found]
+        chosen = product_costs.multiplied(
+            [product for _, product in own], _bytes_of(self._weights), batch, size
+        )
+        return {own[i][0]: own[i][1].exchanged(batch, size) * (size - 1) / size for i in chosen}
 
     def _call_recomputed(
         self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], index: int

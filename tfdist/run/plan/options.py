@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 
 from tfdist.parallel.pipeline_parallel import schedule
+from tfdist.parallel.sharding import product_costs
+from tfdist.parallel.sharding.product_costs import Product
 from tfdist.runtime.formatting import format_bytes
 
 # Names of options.
@@ -69,6 +71,7 @@ class Needs:
         table_rows: Bytes of the rows of tables for each example; None if the model does not tell.
             Then the memory of lookups is left out.
         updates_rows: Whether the optimizer updates only the rows of a table that a batch has used.
+        products: Products in each of `units` whose kernels FSDP need not gather. Empty: none.
     """
 
     weights: Sequence[int]
@@ -91,6 +94,7 @@ class Needs:
     frozen_tables: Sequence[int] = ()
     table_rows: int | None = 0
     updates_rows: bool = False
+    products: Sequence[Sequence[Product]] = ()
 
     @property
     def trainable(self) -> int:
@@ -341,24 +345,38 @@ def _fsdp(needs: Needs, devices: int) -> Option:
     frozen_part = _shards(needs.frozen_weights, devices)
     frozen = needs.frozen - sum(needs.frozen_weights) + frozen_part
     resident = part + frozen + _slots(needs, devices) + needs.scalars
-    largest = max(needs.units, default=0)
-    whole = _without(needs.weights, needs.tables)  # weights that are gathered
+    examples = math.ceil(needs.rows / devices)
+    multiplied = _multiplied(needs, examples, devices)
+    units = [
+        unit - sum(product.kernel_bytes for product in products)
+        for unit, products in zip(needs.units, multiplied, strict=True)
+    ]
+    products = [product for of_unit in multiplied for product in of_unit]
+    of_products = [p.width * p.exchanged(examples, devices) for p in products]
+    whole = _without(needs.weights, needs.tables)  # weights that are gathered or multiplied
     updated = dataclasses.replace(needs, weights=whole) if needs.updates_rows else needs
-    exchanged = (needs.table_rows or 0) * math.ceil(needs.rows / devices)
+    exchanged = (needs.table_rows or 0) * examples
     # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
     peak = (
         resident
         + _part(updated, devices)
-        + 3 * largest
+        + 3 * max(units, default=0)
         + _step(updated, devices, devices)
         + BYTES_OF_LOOKUP * exchanged
+        + 2 * math.ceil(max(of_products, default=0))  # what is sent, and what comes
     )
-    kept_layers = needs.units[len(needs.units) - schedule.layers_kept(needs.units, 1, part) :]
-    frozen_whole = _without(needs.frozen_weights, needs.frozen_tables)
-    gathered = 2 * (sum(whole) + sum(frozen_whole)) - sum(kept_layers)
+    # Layers that multiply keep what they gather, and others if they are the last ones.
+    kept = sum(units[len(units) - schedule.layers_kept(units, 1, part) :])
+    trained = sum(whole) - sum(p.kernel_bytes for p in products if p.trained)
+    frozen_whole = sum(_without(needs.frozen_weights, needs.frozen_tables)) - sum(
+        p.kernel_bytes for p in products if not p.trained
+    )
+    gathered = 2 * (trained + frozen_whole) - kept
     sent = None
     if needs.table_rows is not None:
-        sent = _others(gathered + sum(whole) + 2 * exchanged, devices)
+        sent = _others(
+            gathered + trained + 2 * exchanged + 2 * math.ceil(sum(of_products)), devices
+        )
     return Option(
         FSDP,
         "parallel.zero=3",
@@ -366,9 +384,18 @@ def _fsdp(needs: Needs, devices: int) -> Option:
         resident,
         peak,
         sent,
-        "forward is computed twice",
+        "" if all(multiplied) else "forward is computed twice",
         needs.not_sharded,
     )
+
+
+def _multiplied(needs: Needs, examples: int, devices: int) -> list[list[Product]]:
+    """Return for each layer that FSDP gathers the products whose kernels it does not gather."""
+    products = needs.products or [()] * len(needs.units)
+    return [
+        [of_unit[i] for i in product_costs.multiplied(of_unit, unit, examples, devices)]
+        for of_unit, unit in zip(products, needs.units, strict=True)
+    ]
 
 
 def _pipeline(needs: Needs, devices: int, microbatches: int) -> Option:

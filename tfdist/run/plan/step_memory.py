@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdist import config, sync
+from tfdist.parallel.sharding.product_costs import Product
 from tfdist.run.plan.options import Needs, Stage
 from tfdist.runtime import subprocesses
 
@@ -60,7 +61,9 @@ def measure(settings: config.Run, devices: int, timeout: float = 300.0) -> Needs
             or "the model could not be measured: the process that builds it "
             f"{end or 'printed no result'}; it has {timeout:g} s (tfdist plan --timeout)"
         )
-    return Needs(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
+    stages = [Stage(**stage) for stage in answer["stages"]]
+    products = [[Product(**each) for each in of_unit] for of_unit in answer["products"]]
+    return Needs(**{**answer, "stages": stages, "products": products})
 
 
 def main(argv: list[str]) -> None:
@@ -115,9 +118,11 @@ def _look(settings: config.Run, devices: int) -> Needs:
     stages, not_cut = _stages(model, devices)
     layers = fsdp_unit.layers_of(model)
     tables = [layer for layer in layers if fsdp.tables_of(layer)]
+    units = [layer for layer in layers if layer not in tables]
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
-        units=[_bytes(fsdp_unit.weights_of(layer)) for layer in layers if layer not in tables],
+        units=[_bytes(fsdp_unit.weights_of(layer)) for layer in units],
+        products=[_products(layer, devices) for layer in units],
         frozen=_bytes(
             [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
         ),
@@ -139,6 +144,19 @@ def _look(settings: config.Run, devices: int) -> Needs:
         table_rows=_table_rows(model, tables),
         updates_rows=fsdp.updates_rows(optimizer, sync.Gradients()),
     )
+
+
+def _products(layer: Any, devices: int) -> list[Product]:
+    """Return the products in a layer that need no whole kernel, if its input is known."""
+    import tensorflow as tf
+
+    from tfdist.parallel.sharding import fsdp_products
+
+    try:
+        first = tf.nest.flatten(layer.input)[0]
+    except (AttributeError, ValueError):  # not of a functional model, or called several times
+        return []
+    return list(fsdp_products.products_of(layer, tf.TensorShape(first.shape), devices).values())
 
 
 def _table_rows(model: Any, tables: Sequence[Any]) -> int | None:

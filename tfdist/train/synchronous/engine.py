@@ -64,7 +64,7 @@ from tfdist.train.synchronous import (
     gradient_sum,
     replica_step,
 )
-from tfdist.train.synchronous.feed import Feed
+from tfdist.train.synchronous.feed import Feed, rows_of_batches
 from tfdist.train.synchronous.gathered_metrics import is_gathered
 from tfdist.train.synchronous.gradient_aggregation import GradientAggregation, check_totals
 from tfdist.train.synchronous.local_sgd import LocalSteps
@@ -222,6 +222,7 @@ class Engine(Hooks):
                 "because no step may read the clock"
             )
         expected_equal[f"{STRAGGLERS}, which tfdist launch sets"] = measures
+        expected_equal |= self._expect_batch(model, call)
         exact, exact_test, progress, saves = self._agree(
             model, expected_equal, callbacks, bool(call["progress"])
         )
@@ -260,6 +261,7 @@ class Engine(Hooks):
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
             "length of the data": size(call["x"]),
+            **self._expect_batch(model, call),
         }
         _, exact, progress, _ = self._agree(
             model, expected_equal, callbacks, bool(call["progress"])
@@ -829,6 +831,18 @@ class Engine(Hooks):
             list(expected_equal),
             self.placement,
         )
+
+    def _expect_batch(self, model: keras.Model, call: dict) -> dict[str, float]:
+        """Tell the holder of sharded weights how many rows a batch of the data has.
+
+        Returns:
+            What must be equal on all workers, whose graphs depend on it.
+        """
+        if not isinstance(holder := _holder(model), FSDP):
+            return {}
+        rows = None if self._own_batches else rows_of_batches(call["x"], call["batch_size"])
+        holder.expect_batch(rows)
+        return {"rows of a batch of the data": rows or -1}
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data.autotune import untuned
@@ -292,6 +293,23 @@ def without_optionals(data: Any) -> Any:
     return tf.nest.map_structure(
         lambda x: None if isinstance(x, tf.experimental.Optional) else x, data
     )
+
+
+def rows_of_batches(data: Any, batch_size: int | None) -> int | None:
+    """Return the number of rows of the batches of `fit`; None if its data do not tell.
+
+    Args:
+        data: Argument `x` of `fit`.
+        batch_size: Argument `batch_size` of `fit`. None: Keras' 32, for arrays.
+    """
+    if isinstance(data, tf.data.Dataset):
+        if hasattr(data, "batches"):  # a `tfdist.data.pipeline`
+            return data.batches.global_batch
+        shapes = [getattr(x, "shape", None) for x in tf.nest.flatten(data.element_spec)]
+        return next((shape[0] for shape in shapes if shape is not None and shape.rank), None)
+    if all(isinstance(x, np.ndarray | tf.Tensor) for x in tf.nest.flatten(data)):
+        return batch_size or 32
+    return None
 
 
 def any_rows(data: Any) -> Any:

@@ -418,13 +418,14 @@ def peak_of_fit(model, x):
     before = current()
     model.fit(x, x, verbose=0)
     return peak(before)
-for how in ({}, {"reshard_after_forward": False}):
+many = {"batch_per_replica": 512}  # rows that are more bytes than a kernel
+for how in (many, {**many, "reshard_after_forward": False}, {}):
     before = current()
     with four.scope():
         with tfdist.parallel.deferred():
             model = keras.Sequential([keras.Input([512]), *[keras.layers.Dense(512, use_bias=False) for _ in range(12)]])
         tfdist.parallel.fsdp(model, **how)
-        if not how:
+        if how is many:
             print("peak", peak(before))
         model.compile("sgd", "mse")
     x = np.ones([4, 512], np.float32)
@@ -436,14 +437,15 @@ for how in ({}, {"reshard_after_forward": False}):
 def test_peak_memory_shows_that_gathered_weights_are_freed(run_python):
     done = run_python(PEAK)
     peaks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak ")]
-    assert len(peaks) == 3, done.stderr
-    made, dropped, kept = peaks
+    assert len(peaks) == 4, done.stderr
+    made, dropped, kept, multiplied = peaks
     whole = 4 * 12 * 2**20  # of all replicas
     assert (
         made < whole / 4 + 5 * 2**20
     )  # the parts, and what becomes of one weight of 1 MiB; 3.0 was seen
     assert kept > whole
     assert dropped < 0.7 * whole  # 0.42 was seen
+    assert multiplied < 0.25 * whole  # less than the gradients; 0.005 was seen
 
 
 # For each of six layers in forward, and for the first three in backward: the multiplications that

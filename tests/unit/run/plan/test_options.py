@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from tfdist.parallel.sharding.product_costs import Product
 from tfdist.run.plan.options import Needs, Stage, all_options, choose, largest_batches, rate_for
 from tfdist.tools.plan import table
 
@@ -100,6 +101,31 @@ def test_frozen_weights_are_whole_except_under_fsdp():
     assert fsdp.peak == fsdp.resident + (10 + 3 * 30 + 8 + 5) * MEGA
     # All weights twice, but those of the two last layers once; the gradients once.
     assert fsdp.sent == (2 * 120 - 60 + 40) * MEGA * 3 // 4
+
+
+def test_kernels_stay_in_parts_under_fsdp_where_rows_are_fewer_bytes():
+    """Two of four layers are products with a kernel of 10 MB."""
+    kernel = Product(inputs=1000, outputs=2500, rows_per_example=1)
+    needs = dataclasses.replace(FOUR, products=[[kernel], [kernel], [], []])
+    fsdp = options_by_name(4, needs)["FSDP (ZeRO-3)"]
+    rows = 8 * (1000 + 4 * 2500) * 4 / MEGA
+    assert fsdp.resident == 30 * MEGA
+    assert fsdp.peak == fsdp.resident + (10 + 3 * 10 + 8 + 5 + 2 * rows) * MEGA
+    # The two other layers are the last ones: gathered once. Gradients once; rows twice.
+    assert fsdp.sent == (20 + 20 + 2 * 2 * rows) * MEGA * 3 / 4
+    many = dataclasses.replace(needs, rows=32_000)
+    assert options_by_name(4, many)["FSDP (ZeRO-3)"].sent == (90 - 15) * MEGA
+    frozen = dataclasses.replace(kernel, trained=False)
+    needs = dataclasses.replace(
+        FOUR,
+        units=[20 * MEGA] * 2,
+        frozen=20 * MEGA,
+        frozen_weights=[10 * MEGA] * 2,
+        weights=[10 * MEGA] * 2,
+        products=[[kernel, frozen]] * 2,
+    )
+    option = options_by_name(4, needs)["FSDP (ZeRO-3)"]
+    assert (option.sent, option.why) == (4 * 2 * rows * MEGA * 3 / 4, "")
 
 
 @pytest.mark.parametrize("updates_rows", [True, False])

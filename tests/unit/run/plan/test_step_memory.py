@@ -52,6 +52,19 @@ def test_a_table_is_no_unit_that_is_gathered(digits_dir, model, optimizer, rows,
     assert (needs.table_rows, needs.updates_rows) == (rows, updates_rows)
 
 
+def test_products_are_those_that_fsdp_need_not_gather(digits_dir):
+    settings = config.Run.from_dict(
+        {
+            "model": {"name": "mlp", "options": {"widths": (512, 512)}},
+            "data": {"data_dir": str(digits_dir), "global_batch": 32},
+        }
+    )
+    needs = step_memory.measure(settings, 2)
+    kernels = [512 * 512 * 4 if n == 512 * 513 * 4 else 0 for n in needs.units]
+    assert [sum(p.kernel_bytes for p in each) for each in needs.products] == kernels
+    assert sum(kernels) > 0
+
+
 def test_rows_are_unknown_of_a_layer_that_returns_others():
     class Mean(keras.layers.Embedding):
         def call(self, inputs):

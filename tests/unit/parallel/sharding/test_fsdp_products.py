@@ -1,0 +1,251 @@
+"""Test that products with a sharded kernel equal those with a whole one, and send fewer bytes."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.parallel import fsdp
+from tfdist.parallel.sharding import fsdp_products
+from tfdist.parallel.sharding.fsdp_products import products_of
+from tfdist.parallel.sharding.product_costs import Product
+
+ROWS = 25  # of which the last batch of 8 has one: a replica has none
+MANY = 10**6  # rows that are more bytes than any kernel here
+
+
+@pytest.fixture(autouse=True)
+def small_kernels(monkeypatch):
+    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 1)
+
+
+class Block(keras.layers.Layer):
+    """Use kernels in every way: in products, in a branch, and read."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = keras.layers.Dense(64, "relu")
+        self.narrow = keras.layers.Dense(16)
+        self.frozen = keras.layers.Dense(16, trainable=False)
+        self.branch = keras.layers.Dense(16)
+
+    def build(self, shape):
+        for layer in (self.wide, self.frozen, self.branch):
+            layer.build(shape)
+        self.narrow.build((*shape[:-1], 64))
+        self.built = True
+
+    def call(self, x):
+        inside = self.narrow(self.wide(x)) + self.frozen(x)
+        # On a replica without rows, the sum is 0.
+        branch = tf.cond(
+            tf.reduce_sum(x) > 0, lambda: self.branch(x), lambda: 2 * self.branch(x + 1)
+        )
+        return x + inside + branch + keras.ops.mean(self.wide.kernel)
+
+
+def layers_of_attention():
+    return [
+        keras.layers.EinsumDense("abc,cde->abde", (4, 4, 8), bias_axes="de"),
+        keras.layers.EinsumDense("abde,def->abf", (4, 16)),
+    ]
+
+
+def trained(strategy, layers, policy="float32", many=False, optimizer="adam", fit=None, **options):
+    """Return losses, predictions and weights, and the `FSDP` object if the model is sharded.
+
+    Args:
+        strategy: Strategy of the replicas.
+        layers: Function that returns the first layers, which map `[4, 16]` to any shape.
+        policy: Policy of dtypes.
+        many: Whether kernels are gathered, as for many rows; None: the model is not sharded.
+        optimizer: Name of the optimizer.
+        fit: Function that trains the model with arrays, and returns losses.
+        **options: Arguments of `fsdp`.
+    """
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, 4, 16)).astype("float32")
+    y = random.normal(size=(ROWS, 3)).astype("float32")
+    keras.utils.set_random_seed(3)
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy(policy)
+    try:
+        with strategy.scope():
+            outputs = inputs = keras.Input([4, 16])
+            for layer in [*layers(), keras.layers.Flatten(), keras.layers.Dense(64, "relu")]:
+                outputs = layer(outputs)
+            model = keras.Model(inputs, keras.layers.Dense(3, dtype="float32")(outputs))
+            shards = None
+            if many is not None:
+                shards = fsdp(model, batch_per_replica=MANY if many else 1, **options)
+            model.compile(optimizer, "mse")
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+    if fit is None:
+        losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
+    else:
+        losses = fit(model, x, y)
+    numbers = [losses, model.predict(x, batch_size=8, verbose=0), *model.get_weights()]
+    return numbers, shards
+
+
+def sent_by_products(shards):
+    return {name for name in shards._gathering.forward_group.bytes if " product " in name}
+
+
+def assert_close(numbers, expected, tolerance=5e-6):
+    for value, other in zip(numbers, expected, strict=True):
+        np.testing.assert_allclose(value, other, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "layers", [layers_of_attention, lambda: [Block()]], ids=["einsum", "block"]
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_training_equals_that_of_whole_kernels(mirrored, layers, kept):
+    expected, _ = trained(mirrored, layers, many=None)
+    numbers, shards = trained(mirrored, layers, reshard_after_forward=not kept)
+    _, gathered = trained(mirrored, layers, many=True)
+    assert_close(numbers, expected)
+    assert sent_by_products(shards)
+    assert not sent_by_products(gathered)
+    assert shards.bytes_per_step < gathered.bytes_per_step / 2
+
+
+def test_a_kernel_is_gathered_where_its_layer_is_called_in_a_branch(mirrored):
+    _, shards = trained(mirrored, lambda: [Block()])
+    sent = shards._gathering.forward_group.bytes
+    of_products = ("rows", "forward", "backward")
+    whole = {sent[name] for name in sent_by_products(shards) if not name.endswith(of_products)}
+    # Half of the kernels of `branch` and of `wide`, which is read, too.
+    assert whole == {4 * 16 * 16 // 2, 4 * 16 * 64 // 2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "tolerance"),
+    [
+        ("mixed_bfloat16", {}, 0.03),
+        ("float32", {"grad_dtype": "bfloat16"}, 0.03),
+        ("float32", {"gather_dtype": "bfloat16"}, 0.03),
+    ],
+)
+def test_dtypes_are_those_of_gathered_kernels(mirrored, policy, options, tolerance):
+    expected, _ = trained(mirrored, layers_of_attention, policy, True, "sgd", **options)
+    numbers, shards = trained(mirrored, layers_of_attention, policy, False, "sgd", **options)
+    exact, _ = trained(mirrored, layers_of_attention, "float32", None, "sgd")
+    assert sent_by_products(shards)
+    assert_close(numbers, expected, tolerance)
+    # What is rounded differs from the exact numbers.
+    assert any(np.abs(np.asarray(a) - b).max() > 1e-6 for a, b in zip(numbers, exact, strict=True))
+
+
+def test_loops_of_the_users_own_get_the_same_gradients(mirrored):
+    def fit(model, x, y):
+        @tf.function
+        def step(x, y):
+            def on_replica(x, y):
+                with tf.GradientTape() as tape:
+                    squares = tf.reduce_sum((model(x, training=True) - y) ** 2, axis=1)
+                    loss = tf.nn.compute_average_loss(squares, global_batch_size=8)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                model.optimizer.apply_gradients(
+                    zip(gradients, model.trainable_variables, strict=True)
+                )
+                return loss
+
+            return mirrored.reduce("SUM", mirrored.run(on_replica, (x, y)), axis=None)
+
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)  # the last one has one row
+        return [float(step(*rows)) for rows in mirrored.experimental_distribute_dataset(data)]
+
+    expected, _ = trained(mirrored, layers_of_attention, many=None, fit=fit)
+    numbers, shards = trained(mirrored, layers_of_attention, fit=fit)
+    assert sent_by_products(shards)
+    assert_close(numbers, expected)
+
+
+def arrays(x, y):
+    return {"x": x, "y": y, "batch_size": 8}
+
+
+def dropped(x, y):
+    return {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)}
+
+
+def pipeline(x, y):
+    return {"x": tfdist.data.pipeline((x, y), global_batch=8)}
+
+
+def unknown(x, y):
+    return {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(8)}
+
+
+def generator(x, y):
+    return {"x": ((x[i : i + 8], y[i : i + 8]) for i in (0, 8))}
+
+
+@pytest.mark.parametrize(
+    ("data", "multiplies"),
+    [(arrays, True), (dropped, True), (pipeline, True), (unknown, False), (generator, False)],
+)
+def test_the_data_of_fit_tell_the_rows(mirrored, data, multiplies):
+    with mirrored.scope():
+        model = keras.Sequential(
+            [keras.Input([64]), keras.layers.Dense(64, "relu"), keras.layers.Dense(3)]
+        )
+        shards = fsdp(model)
+        model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 64)).astype("float32"), rng.normal(size=(24, 3)).astype("float32")
+    model.fit(**data(x, y), verbose=0)
+    # Of 4 rows on each replica, those of the kernel `[64, 64]` are fewer bytes.
+    assert bool(sent_by_products(shards)) is multiplies
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: keras.layers.Dense(5), 1),
+        (lambda: keras.layers.MultiHeadAttention(2, 4), 4),
+        (lambda: keras.layers.EinsumDense("abc,dc->abd", (6, 16)), 0),
+        (lambda: keras.layers.TimeDistributed(keras.layers.Dense(4)), 0),
+        (lambda: keras.layers.LSTM(4, return_sequences=True), 0),
+        (lambda: keras.layers.Dense(4, lora_rank=2), 0),
+        (lambda: type("Own", (keras.layers.Dense,), {})(4), 0),
+        (lambda: keras.layers.Conv1D(4, 1), 0),
+    ],
+    ids=["dense", "attention", "transposed", "wrapper", "rnn", "lora", "subclass", "convolution"],
+)
+def test_kernels_that_need_not_be_whole(mirrored, make, count):
+    layer = make()
+    with mirrored.scope():
+        x = keras.Input([6, 16])
+        attention = isinstance(layer, keras.layers.MultiHeadAttention)
+        model = keras.Model(x, keras.layers.Dense(2)(layer(x, x) if attention else layer(x)))
+        fsdp(model)
+    shape = tf.TensorShape([None, 6, 16])
+    assert len(products_of(layer, shape, 2)) == count
+    assert not products_of(layer, shape, 1)  # no one to send rows to
+    assert not products_of(layer, shape, 3)  # 16 rows of a kernel cannot be divided
+    assert not products_of(layer, tf.TensorShape([None, None, 16]), 2)
+
+
+def test_small_kernels_are_gathered(mirrored, monkeypatch):
+    layer = keras.layers.Dense(4)
+    with mirrored.scope():
+        layer.build([None, 16])
+    assert products_of(layer, tf.TensorShape([None, 6, 16]), 2) == {
+        id(layer.kernel): Product(16, 4, rows_per_example=6)
+    }
+    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 4 * 16 + 1)
+    assert not products_of(layer, tf.TensorShape([None, 6, 16]), 2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
+def test_a_wrong_number_of_examples_is_an_error(mirrored, value):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        with pytest.raises(ValueError, match="fsdp: batch_per_replica: expected None or a number"):
+            fsdp(model, batch_per_replica=value)
+    assert not any(hasattr(v, "tfdist_shape") for v in model.weights)

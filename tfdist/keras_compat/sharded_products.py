@@ -1,0 +1,114 @@
+"""Products with a sharded kernel: what holds a part of it computes them.
+
+`keras.ops.matmul(x, kernel)` and `keras.ops.einsum(equation, x, kernel)`, which
+`keras.layers.Dense` and `keras.layers.EinsumDense` call, read the whole kernel first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat.backend_modules import numpy as _keras_numpy
+from tfdist.keras_compat.parallel import kernel_part
+
+
+def hook_products() -> None:
+    """Make Keras ask a `KernelPart` for products with its kernel."""
+    original_matmul = _keras_numpy.matmul
+    original_einsum = _keras_numpy.einsum
+
+    @functools.wraps(original_matmul)
+    def matmul(x1: Any, x2: Any) -> Any:
+        if kernel_part(x2) is None or (result := _product(x1, x2, 1)) is None:
+            return original_matmul(x1, x2)
+        return result
+
+    @functools.wraps(original_einsum)
+    def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
+        if (
+            kwargs
+            or len(operands) != 2
+            or kernel_part(operands[1]) is None
+            or (axes := contracted_axes(subscripts)) is None
+            or (result := _product(*operands, axes)) is None
+        ):
+            return original_einsum(subscripts, *operands, **kwargs)
+        return result
+
+    _keras_numpy.matmul = matmul
+    _keras_numpy.einsum = einsum
+
+
+def contracted_axes(equation: str) -> int | None:
+    """Return how many axes of a kernel an equation of `einsum` contracts, if it is a product.
+
+    Args:
+        equation: Equation of two operands. It is a product if the last axes of the first operand
+            are the first of the second, in the same order, and all others are those of the result,
+            in their order. An ellipsis stands for axes of the first operand.
+
+    Returns:
+        Number of axes from 1 on; None for an equation that is no such product.
+
+    Example:
+        >>> contracted_axes("abc,cde->abde"), contracted_axes("...cd,cde->...e")
+        (1, 2)
+        >>> contracted_axes("abc,dc->abd"), contracted_axes("ab,bc->ca")
+        (None, None)
+    """
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    first, comma, second = inputs.replace("...", "0").partition(",")
+    if not (arrow and comma) or len(set(second)) < len(second) or "0" in second:
+        return None
+    for axes in range(1, len(second)):
+        rows, others = first[: -axes or None], second[axes:]
+        if (
+            first.endswith(second[:axes])
+            and result.replace("...", "0") == rows + others
+            and len(set(rows + second)) == len(rows + second)
+        ):
+            return axes
+    return None
+
+
+def plain_kernel(layer: keras.layers.Layer) -> tuple[keras.Variable, int] | None:
+    """Return the kernel of a layer that only multiplies its input by it.
+
+    Args:
+        layer: Any layer.
+
+    Returns:
+        Kernel and the number of its contracted axes; None for other layers than Dense and
+        EinsumDense, and for those with LoRA or quantized weights.
+    """
+    if type(layer) not in (keras.layers.Dense, keras.layers.EinsumDense) or not layer.built:
+        return None
+    if layer.lora_enabled or layer.quantization_mode is not None:
+        return None
+    axes = 1 if type(layer) is keras.layers.Dense else contracted_axes(layer.equation)
+    return None if axes is None else (layer.kernel, axes)
+
+
+def _product(x: Any, kernel: keras.Variable, axes: int) -> tf.Tensor | None:
+    """Return a product by the kernel's part; None for inputs of another kind.
+
+    Keras casts operands of different dtypes, and has its own products of sparse tensors.
+    """
+    if isinstance(x, keras.Variable):
+        x = x.value
+    shape = tuple(kernel.shape)
+    if (
+        not isinstance(x, tf.Tensor)
+        or keras.backend.standardize_dtype(x.dtype) != kernel.dtype
+        or x.shape.rank is None
+        or x.shape.rank <= axes
+        or tuple(x.shape[-axes:]) != shape[:axes]
+    ):
+        return None
+    part = kernel_part(kernel)
+    assert part is not None
+    return part.product(x, axes)

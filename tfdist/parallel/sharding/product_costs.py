@@ -1,0 +1,72 @@
+"""Choice of kernels that FSDP does not gather: rows of a batch may be fewer bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Describe the product of a layer's input and its kernel.
+
+    Attributes:
+        inputs: Number of values of a row of the input.
+        outputs: Number of values of a row of the result.
+        rows_per_example: Number of rows that an example has, such as the length of its sequence.
+        width: Size of a value of the kernel in bytes.
+        trained: Whether the kernel is trained.
+    """
+
+    inputs: int
+    outputs: int
+    rows_per_example: float
+    width: int = 4
+    trained: bool = True
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Return the size of the kernel in bytes."""
+        return self.inputs * self.outputs * self.width
+
+    def exchanged(self, examples: float, replicas: int) -> float:
+        """Return the values that travel in a pass, forward or backward, times N / (N - 1).
+
+        They are this replica's inputs and, for all N replicas, their results.
+
+        Args:
+            examples: Number of examples of a replica.
+            replicas: Number of replicas.
+        """
+        return examples * self.rows_per_example * (self.inputs + replicas * self.outputs)
+
+
+def multiplied(
+    products: Sequence[Product], weight_bytes: int, examples: float, replicas: int
+) -> list[int]:
+    """Return the indices of the products whose kernels are not gathered for a call of a unit.
+
+    Rows travel forward and backward. A kernel travels at least twice: once whole, and once as its
+    gradient. So rows are fewer bytes if they are fewer values than the kernel.
+
+    Args:
+        products: Products of the unit.
+        weight_bytes: Size of all weights of the unit in bytes.
+        examples: Number of examples of a replica.
+        replicas: Number of replicas.
+
+    Example:
+        >>> dense = Product(2048, 1000, 1)
+        >>> multiplied([dense], dense.kernel_bytes, 64, 8)
+        [0]
+        >>> multiplied([dense], dense.kernel_bytes, 512, 8)
+        []
+    """
+    found = [
+        i
+        for i, each in enumerate(products)
+        if each.exchanged(examples, replicas) < each.inputs * each.outputs
+    ]
+    others = weight_bytes - sum(products[i].kernel_bytes for i in found)
+    # What is gathered beside the kernels stays until backward, as nothing is computed twice.
+    return found if replicas * others <= weight_bytes else []
