@@ -20,10 +20,10 @@ SETUPS = {  # name: strategy, devices, processes, cases
         "transformer adamw",
         "recommender lazy adam",
         "outlier",
-        "wide adam",
+        "wide sgd",
         "left alone",
     ),
-    "workers-4": ("multi_worker_mirrored", "-", 4, "cnn rmsprop", "lstm adam of four", "wide adam"),
+    "workers-4": ("multi_worker_mirrored", "-", 4, "cnn rmsprop", "lstm adam of four", "wide sgd"),
 }
 PAIRS = (("mirrored-2", "features"),)  # two processes at a time, each on one core
 ROUNDING = 1e-8

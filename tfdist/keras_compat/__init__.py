@@ -51,6 +51,7 @@ from tfdist.keras_compat.collective_keys import hook_keys
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.object_stores import exporting, hook_files
 from tfdist.keras_compat.scopes import leave_scope as leave_scope
+from tfdist.keras_compat.sharded_products import hook_products
 from tfdist.keras_compat.table_lookups import hook_lookups
 
 # Public methods of keras.Model. The engine has methods of the same names, called with
@@ -124,7 +125,7 @@ def install() -> None:
     parallel.hook_optimizers()
     parallel.hook_gradients(_in_strategy)
     hook_lookups(_in_strategy)
-    importlib.import_module("tfdist.keras_compat.sharded_products").hook_products()
+    hook_products()
     hook_keys()
     scopes.keep_in_clear_session()
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat.backend_modules import numpy as _keras_numpy
-from tfdist.keras_compat.parallel import kernel_part
+from tfdist.keras_compat.parallel import KernelPart, kernel_part
 
 
 def hook_products() -> None:
@@ -23,21 +23,17 @@ def hook_products() -> None:
 
     @functools.wraps(original_matmul)
     def matmul(x1: Any, x2: Any) -> Any:
-        if kernel_part(x2) is None or (result := _product(x1, x2, 1)) is None:
-            return original_matmul(x1, x2)
-        return result
+        part = kernel_part(x2)
+        result = None if part is None else _product(part, x1, x2, 1)
+        return original_matmul(x1, x2) if result is None else result
 
     @functools.wraps(original_einsum)
     def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
-        if (
-            kwargs
-            or len(operands) != 2
-            or kernel_part(operands[1]) is None
-            or (axes := contracted_axes(subscripts)) is None
-            or (result := _product(*operands, axes)) is None
-        ):
-            return original_einsum(subscripts, *operands, **kwargs)
-        return result
+        part = kernel_part(operands[1]) if len(operands) == 2 else None
+        result = None
+        if part is not None and not kwargs and (axes := contracted_axes(subscripts)):
+            result = _product(part, operands[0], operands[1], axes)
+        return original_einsum(subscripts, *operands, **kwargs) if result is None else result
 
     _keras_numpy.matmul = matmul
     _keras_numpy.einsum = einsum
@@ -83,32 +79,33 @@ def plain_kernel(layer: keras.layers.Layer) -> tuple[keras.Variable, int] | None
 
     Returns:
         Kernel and the number of its contracted axes; None for other layers than Dense and
-        EinsumDense, and for those with LoRA or quantized weights.
+        EinsumDense, for those with LoRA or quantized weights, and for kernels with a regularizer or
+        a constraint, which need the whole kernel.
     """
     if type(layer) not in (keras.layers.Dense, keras.layers.EinsumDense) or not layer.built:
         return None
     if layer.lora_enabled or layer.quantization_mode is not None:
         return None
     axes = 1 if type(layer) is keras.layers.Dense else contracted_axes(layer.equation)
-    return None if axes is None else (layer.kernel, axes)
+    kernel = layer.kernel
+    if axes is None or kernel.regularizer is not None or kernel.constraint is not None:
+        return None
+    return kernel, axes
 
 
-def _product(x: Any, kernel: keras.Variable, axes: int) -> tf.Tensor | None:
+def _product(part: KernelPart, x: Any, kernel: keras.Variable, axes: int) -> tf.Tensor | None:
     """Return a product by the kernel's part; None for inputs of another kind.
 
     Keras casts operands of different dtypes, and has its own products of sparse tensors.
     """
     if isinstance(x, keras.Variable):
         x = x.value
-    shape = tuple(kernel.shape)
     if (
         not isinstance(x, tf.Tensor)
         or keras.backend.standardize_dtype(x.dtype) != kernel.dtype
         or x.shape.rank is None
         or x.shape.rank <= axes
-        or tuple(x.shape[-axes:]) != shape[:axes]
+        or tuple(x.shape[-axes:]) != tuple(kernel.shape[:axes])
     ):
         return None
-    part = kernel_part(kernel)
-    assert part is not None
     return part.product(x, axes)

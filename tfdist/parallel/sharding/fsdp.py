@@ -94,14 +94,14 @@ def fsdp(
 
     A large kernel of a Dense or EinsumDense layer is not gathered if it takes fewer bytes to send
     the rows of the layer's input to the replicas that hold it (tensor parallelism). This depends on
-    the number of examples that a replica has in a step, which the first `fit` tells: the batch size
-    of arrays, of a `tfdist.data.pipeline`, or of another data set that drops the remainder. If
-    nothing tells it, kernels are gathered. Batches of other sizes are computed right, too.
+    the number of examples that a replica has in a step, which the data of `fit` or `evaluate` tell:
+    the batch size of arrays, of a `tfdist.data.pipeline`, or of another data set that drops the
+    remainder. If nothing tells it, kernels are gathered. Batches of other sizes are computed right,
+    too.
 
-    The results equal
-    those of the unsharded model, up to the rounding of sums. Outside of training a weight looks
-    whole: `get_weights`, `save` and `v.numpy()` gather it. If there are several processes, all of
-    them must make these calls together.
+    The results equal those of the unsharded model, up to the rounding of sums. Outside of training
+    a weight looks whole: `get_weights`, `save` and `v.numpy()` gather it. If there are several
+    processes, all of them must make these calls together.
 
     Args:
         model: Built model; its weights may be `deferred`. Frozen weights are sharded, too, but for
@@ -249,12 +249,15 @@ class FSDP(Store):
                 self._names[id(v)] = f"weight {len(self.weights)}"
                 self.weights.append(v)  # type: ignore[arg-type]
 
-    def expect_batch(self, rows: int | None) -> None:
+    def expect_batch(self, rows: int | None) -> int | None:
         """Note the number of examples in a global batch; None if it is unknown.
 
-        It must be equal in all processes. Graphs that are traced later depend on it, see `fsdp`.
+        Returns:
+            Number of examples of a replica, on which graphs that are traced later depend. It must
+            be equal in all processes.
         """
         self._batch_of_data = rows and -(-rows // self.group.size)
+        return self._batch_per_replica or self._batch_of_data
 
     @property
     def bytes_per_step(self) -> int:

@@ -17,12 +17,10 @@ from tfdist.keras_compat.parallel import (
     KernelPart,
     Sharded,
     freed_with_graph,
-    objects_of,
     own_copy,
     sublayers,
 )
 from tfdist.keras_compat.sharded_products import plain_kernel
-from tfdist.parallel.replica_weight import step_weight
 from tfdist.parallel.sharding.all_gather import Gathering
 from tfdist.parallel.sharding.product_costs import Product
 
@@ -55,15 +53,19 @@ def products_of(
         return {}
     values = math.prod(shape[1:])
     found = {}
-    for kernel, axes in filter(None, map(plain_kernel, inside)):
+    for each in inside:
+        if (plain := plain_kernel(each)) is None:
+            continue
+        kernel, axes = plain
         inputs, outputs = math.prod(kernel.shape[:axes]), math.prod(kernel.shape[axes:])
         if inputs * outputs >= MIN_VALUES and inputs % replicas == 0:
             found[id(kernel)] = Product(
                 inputs,
                 outputs,
-                # The input of a layer inside is taken to have as many rows as the layer's.
-                values / (inputs if values % inputs == 0 else shape[-1]),
+                # The input of a layer inside is taken to have as many rows as the outer layer's.
+                values / (inputs if each is layer else shape[-1]),
                 tf.as_dtype(kernel.dtype).size,
+                tf.as_dtype(each.compute_dtype).size,
                 kernel.trainable,
             )
     return found
@@ -75,11 +77,11 @@ class ProductPart(KernelPart):
     Args:
         gathering: Collectives of the kernel.
         kernel: Sharded kernel.
-        sent: Values that are expected to travel in a pass, for the count of bytes.
+        sent: Bytes that a replica is expected to send in a step for each use.
         name: Name that distinguishes this call's collectives from others.
     """
 
-    def __init__(self, gathering: Gathering, kernel: Sharded, sent: float, name: str):
+    def __init__(self, gathering: Gathering, kernel: Sharded, sent: int, name: str):
         self._gathering = gathering
         self._kernel = kernel
         self._sent = sent
@@ -101,23 +103,18 @@ class ProductPart(KernelPart):
         if tf.compat.v1.get_default_graph() is not self._graph:
             return None
         shape = self._kernel.tfdist_shape
-        inputs = math.prod(shape[:axes])
+        inputs, outputs = math.prod(shape[:axes]), math.prod(shape[axes:])
         part = own_copy(self._kernel)
-        if self._gathering.gather_dtype is not None:
-            part = tf.cast(part, self._gathering.gather_dtype)
-        part = tf.cast(part, x.dtype)
         if not self._kernel.trainable:
             part = tf.stop_gradient(part)
         name = self._next_name()
         result = _product(
             self._gathering,
             tf.reshape(x, [-1, inputs]),
-            tf.reshape(part, [inputs // self._gathering.forward_group.size, -1]),
+            tf.reshape(part, [-1, outputs]),
             name,
         )
-        backward_dtype = tf.as_dtype(self._gathering.grad_dtype or x.dtype)
-        for way, dtype in (("forward", x.dtype), ("backward", backward_dtype)):
-            self._gathering.forward_group.bytes[f"{name} {way}"] = int(self._sent * dtype.size)
+        self._gathering.forward_group.bytes[name] = self._sent
         outer = tf.shape(x)[:-axes]
         return tf.ensure_shape(
             tf.reshape(result, tf.concat([outer, shape[axes:]], 0)),
@@ -145,60 +142,48 @@ def _product(gathering: Gathering, x: tf.Tensor, part: tf.Tensor, name: str) -> 
     replicas = forward.size
     width, outputs = part.shape
     rows = tf.shape(x)[0]
-    most = rows
-    if not isinstance(step_weight(), float):  # the replicas may have different numbers of rows
-        most = tf.cast(forward.all_reduce(tf.cast(rows, tf.int64), f"{name} rows", "Max"), tf.int32)
-        x = tf.pad(x, [[0, most - rows], [0, 0]])
-    scale = gathering.scale()
-
-    def to_parts(rows_of_inputs: tf.Tensor) -> tf.Tensor:
-        """Return columns by the replica that holds their rows of the kernel."""
-        divided = tf.reshape(rows_of_inputs, [most, replicas, width])
-        return tf.ensure_shape(tf.transpose(divided, [1, 0, 2]), [replicas, None, width])
+    # Rows may be chosen by their values, so that even batches do not tell how many there are.
+    own_facts = tf.stack([tf.cast(rows, tf.float64), tf.cast(gathering.scale(), tf.float64)])
+    facts = forward.all_gather(own_facts, f"{name} rows and scale")
+    most = tf.maximum(tf.cast(tf.reduce_max(facts[:, 0]), tf.int32), 1)  # none: nothing to send
+    scales = facts[:, 1:]
 
     @tf.custom_gradient
     def multiply(x: tf.Tensor, part: tf.Tensor):
+        rounded = tf.cast(part, gathering.gather_dtype or part.dtype)
+        kernel = tf.cast(rounded, x.dtype)
+        by_part = tf.transpose(tf.reshape(x, [-1, replicas, width]), [1, 0, 2])
         # Inputs of all replicas, `[replicas * most, width]`.
-        inputs = tf.reshape(forward.all_to_all(to_parts(x), f"{name} inputs"), [-1, width])
-        addends = tf.reshape(tf.matmul(inputs, part), [replicas, most * outputs])
-        total = forward.reduce_scatter(addends, f"{name} outputs")
+        inputs = tf.reshape(forward.all_to_all(by_part, f"{name} inputs"), [-1, width])
+        addends = tf.reshape(tf.matmul(inputs, kernel), [replicas, -1])
+        sent_in = None
+        if x.dtype.size <= 2:  # sent as they are, and summed in 32 bits
+            addends, sent_in = tf.cast(addends, tf.float32), x.dtype.name
+        total = forward.reduce_scatter(addends, f"{name} outputs", sent_in)
 
         def grad(upstream: tf.Tensor):
             sent = tf.reshape(upstream, [-1])
-            received = backward.all_gather(
-                tf.cast(sent, gathering.grad_dtype or sent.dtype), f"{name} gradients"
+            of_outputs = tf.reshape(
+                backward.all_gather(sent, f"{name} gradients"), [replicas, -1, outputs]
             )
-            of_outputs = tf.cast(tf.reshape(received, [-1, outputs]), upstream.dtype)
             of_parts = tf.reshape(
-                tf.matmul(of_outputs, part, transpose_b=True), [replicas, -1, width]
+                tf.matmul(tf.reshape(of_outputs, [-1, outputs]), kernel, transpose_b=True),
+                [replicas, -1, width],
             )
             of_inputs = backward.all_to_all(of_parts, f"{name} gradients of inputs")
             of_x = tf.reshape(tf.transpose(of_inputs, [1, 0, 2]), tf.shape(x))
-            if isinstance(scale, float):
-                of_part = tf.matmul(inputs, of_outputs, transpose_a=True) * tf.cast(
-                    scale, part.dtype
-                )
-            else:
-                scales = _scales(gathering, scale)
-                by_replica = tf.reshape(of_outputs, [replicas, -1])
-                weighed = tf.math.multiply_no_nan(by_replica, tf.cast(scales, by_replica.dtype))
-                of_part = tf.matmul(inputs, tf.reshape(weighed, [-1, outputs]), transpose_a=True)
-            return of_x, of_part
+            weighed = tf.math.multiply_no_nan(
+                tf.cast(of_outputs, part.dtype), tf.cast(scales[..., None], part.dtype)
+            )
+            of_part = tf.matmul(
+                inputs,
+                tf.cast(tf.reshape(weighed, [-1, outputs]), inputs.dtype),
+                transpose_a=True,
+            )
+            return of_x, tf.cast(of_part, part.dtype)
 
-        return tf.reshape(total, [most, outputs]), grad
+        return tf.reshape(tf.cast(total, x.dtype), [-1, outputs]), grad
 
-    result = freed_with_graph([multiply(x, part)])[0]
+    padded = tf.pad(x, [[0, most - rows], [0, 0]])
+    result = freed_with_graph([multiply(padded, part)])[0]
     return result[:rows]
-
-
-def _scales(gathering: Gathering, scale: tf.Tensor) -> tf.Tensor:
-    """Return the scales of all replicas' gradients, `[replicas, 1]`, gathered once in a graph."""
-    group = gathering.backward_group
-    objects = objects_of(tf.compat.v1.get_default_graph())
-    # Of this replica alone: names of its calls must be those of the others.
-    gathered = objects.setdefault(("scales", group, group.local), {})
-    if scale.ref() not in gathered:
-        gathered[scale.ref()] = group.all_gather(
-            tf.cast(scale, tf.float32)[None], f"scales {len(gathered)}"
-        )
-    return gathered[scale.ref()]

@@ -199,25 +199,28 @@ class Unit:
         with compat.replaced_shards(values):
             return self._keras_call(*args, **kwargs)
 
-    def _kernels(self, tensors: Sequence[tf.Tensor]) -> dict[int, float]:
+    def _kernels(self, tensors: Sequence[tf.Tensor]) -> dict[int, int]:
         """Return the kernels that are not gathered, by their id.
 
         Args:
             tensors: Arguments of the call, of which the first is the input.
 
         Returns:
-            Values that a replica sends for the product in a pass, forward or backward.
+            Bytes that a replica sends for the product in a step.
         """
         batch = self._batch_per_replica()
         if batch is None or not tensors or tf.executing_eagerly():
             return {}
         size = self._gathering.forward_group.size
-        found = fsdp_products.products_of(self._layer, tensors[0].shape, size)
-        own = [(id(v), found[id(v)]) for v in self._weights if id(v) in found]
-        chosen = product_costs.multiplied(
-            [product for _, product in own], _bytes_of(self._weights), batch, size
-        )
-        return {own[i][0]: own[i][1].exchanged(batch, size) * (size - 1) / size for i in chosen}
+        with compat.without_autocast():  # variables tell their own dtypes
+            found = fsdp_products.products_of(self._layer, tensors[0].shape, size)
+            own = [(id(v), found[id(v)]) for v in self._weights if id(v) in found]
+            chosen = product_costs.multiplied(
+                [product for _, product in own], _bytes_of(self._weights), batch, size
+            )
+        return {
+            own[i][0]: 2 * own[i][1].exchanged(batch, size) * (size - 1) // size for i in chosen
+        }
 
     def _call_recomputed(
         self, args: tuple, kwargs: dict, name: str, gates: Sequence[tf.Tensor], index: int

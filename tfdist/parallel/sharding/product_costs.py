@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 
@@ -14,23 +15,25 @@ class Product:
         inputs: Number of values of a row of the input.
         outputs: Number of values of a row of the result.
         rows_per_example: Number of rows that an example has, such as the length of its sequence.
-        width: Size of a value of the kernel in bytes.
+        kernel_width: Size of a value of the kernel in bytes.
+        row_width: Size of a value of a row in bytes.
         trained: Whether the kernel is trained.
     """
 
     inputs: int
     outputs: int
     rows_per_example: float
-    width: int = 4
+    kernel_width: int = 4
+    row_width: int = 4
     trained: bool = True
 
     @property
     def kernel_bytes(self) -> int:
         """Return the size of the kernel in bytes."""
-        return self.inputs * self.outputs * self.width
+        return self.inputs * self.outputs * self.kernel_width
 
-    def exchanged(self, examples: float, replicas: int) -> float:
-        """Return the values that travel in a pass, forward or backward, times N / (N - 1).
+    def exchanged(self, examples: float, replicas: int) -> int:
+        """Return the bytes that travel in a pass, forward or backward, times N / (N - 1).
 
         They are this replica's inputs and, for all N replicas, their results.
 
@@ -38,7 +41,8 @@ class Product:
             examples: Number of examples of a replica.
             replicas: Number of replicas.
         """
-        return examples * self.rows_per_example * (self.inputs + replicas * self.outputs)
+        rows = examples * self.rows_per_example
+        return math.ceil(rows * (self.inputs + replicas * self.outputs) * self.row_width)
 
 
 def multiplied(
@@ -46,8 +50,8 @@ def multiplied(
 ) -> list[int]:
     """Return the indices of the products whose kernels are not gathered for a call of a unit.
 
-    Rows travel forward and backward. A kernel travels at least twice: once whole, and once as its
-    gradient. So rows are fewer bytes if they are fewer values than the kernel.
+    Rows travel forward and backward. A kernel that is trained travels at least twice, too: once
+    whole, and once as its gradient.
 
     Args:
         products: Products of the unit.
@@ -65,7 +69,7 @@ def multiplied(
     found = [
         i
         for i, each in enumerate(products)
-        if each.exchanged(examples, replicas) < each.inputs * each.outputs
+        if each.exchanged(examples, replicas) < each.kernel_bytes
     ]
     others = weight_bytes - sum(products[i].kernel_bytes for i in found)
     # What is gathered beside the kernels stays until backward, as nothing is computed twice.

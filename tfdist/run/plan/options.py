@@ -352,7 +352,7 @@ def _fsdp(needs: Needs, devices: int) -> Option:
         for unit, products in zip(needs.units, multiplied, strict=True)
     ]
     products = [product for of_unit in multiplied for product in of_unit]
-    of_products = [p.width * p.exchanged(examples, devices) for p in products]
+    of_products = [product.exchanged(examples, devices) for product in products]
     whole = _without(needs.weights, needs.tables)  # weights that are gathered or multiplied
     updated = dataclasses.replace(needs, weights=whole) if needs.updates_rows else needs
     exchanged = (needs.table_rows or 0) * examples
@@ -363,9 +363,9 @@ def _fsdp(needs: Needs, devices: int) -> Option:
         + 3 * max(units, default=0)
         + _step(updated, devices, devices)
         + BYTES_OF_LOOKUP * exchanged
-        + 2 * math.ceil(max(of_products, default=0))  # what is sent, and what comes
+        + 2 * max(of_products, default=0)  # what is sent, and what comes
     )
-    # Layers that multiply keep what they gather, and others if they are the last ones.
+    # The last layers keep what they gather.
     kept = sum(units[len(units) - schedule.layers_kept(units, 1, part) :])
     trained = sum(whole) - sum(p.kernel_bytes for p in products if p.trained)
     frozen_whole = sum(_without(needs.frozen_weights, needs.frozen_tables)) - sum(
@@ -374,9 +374,7 @@ def _fsdp(needs: Needs, devices: int) -> Option:
     gathered = 2 * (trained + frozen_whole) - kept
     sent = None
     if needs.table_rows is not None:
-        sent = _others(
-            gathered + trained + 2 * exchanged + 2 * math.ceil(sum(of_products)), devices
-        )
+        sent = _others(gathered + trained + 2 * (exchanged + sum(of_products)), devices)
     return Option(
         FSDP,
         "parallel.zero=3",

@@ -841,8 +841,7 @@ class Engine(Hooks):
         if not isinstance(holder := _holder(model), FSDP):
             return {}
         rows = None if self._own_batches else rows_of_batches(call["x"], call["batch_size"])
-        holder.expect_batch(rows)
-        return {"rows of a batch of the data": rows or -1}
+        return {"batch_per_replica of fsdp": holder.expect_batch(rows) or -1}
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)
