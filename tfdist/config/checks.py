@@ -14,8 +14,8 @@ from typing import Any
 from tfdist.config.keras_names import known
 
 _DIVIDED_WEIGHTS = (
-    "parallel.zero=3: it divides the weights over the devices (FSDP), but each device computes "
-    "whole layers"
+    "parallel.zero=3: it divides the weights over the devices (FSDP), and the computation of large "
+    "dense layers where batches are small"
 )
 # Keys that users of other tools look for, and what comes nearest here.
 _KNOWN_AS = {
