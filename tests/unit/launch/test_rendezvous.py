@@ -284,7 +284,7 @@ def test_foreign_connections_do_no_harm(house):
 
 
 def test_strangers_that_hold_connections_keep_no_host_out(house):
-    server = house.serve(1, 1)
+    server = house.serve(1, 1, host_timeout=LONG_S)
     with crowd(server.address, 200):
         starts(house.join("a", join_timeout=json_channel.HANDSHAKE_S - 1))
 

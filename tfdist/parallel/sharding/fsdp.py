@@ -94,10 +94,10 @@ def fsdp(
 
     A large kernel of a Dense or EinsumDense layer is not gathered if it takes fewer bytes to send
     the rows of the layer's input to the replicas that hold it (tensor parallelism). This depends on
-    the number of examples that a replica has in a step, which the data of `fit` or `evaluate` tell:
-    the batch size of arrays, of a `tfdist.data.pipeline`, or of another data set that drops the
-    remainder. If nothing tells it, kernels are gathered. Batches of other sizes are computed right,
-    too.
+    the number of examples that a replica has in a step, which the data of `fit`, `evaluate` or
+    `predict` tell in the strategy's scope: the batch size of arrays, of `tfdist.data.pipeline`, or
+    of another data set that drops the remainder. If nothing tells it, kernels are gathered. Batches
+    of other sizes are computed right, too.
 
     The results equal those of the unsharded model, up to the rounding of sums. Outside of training
     a weight looks whole: `get_weights`, `save` and `v.numpy()` gather it. If there are several
@@ -111,8 +111,8 @@ def fsdp(
         gather_dtype: Dtype in which weights are sent and used, "bfloat16" or "float16". Layers
             that compute in another dtype use the weights rounded to `gather_dtype`. None: the
             dtype of the weights.
-        grad_dtype: Dtype in which gradients are sent; they are summed in the dtype of the weights.
-            None: `sync.comm_dtype`.
+        grad_dtype: Dtype in which gradients of gathered weights are sent; they are summed in the
+            dtype of the weights. None: `sync.comm_dtype`.
         reshard_after_forward: Flag that drops the gathered weights after forward. False keeps them
             until backward, which needs less communication and computation, and more memory.
         sync: Gradient policy as for `tfdist.parallel.zero`, with `combine="mean"` only. None: the

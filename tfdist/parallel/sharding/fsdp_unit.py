@@ -1,7 +1,9 @@
 """FSDP units: layers that gather their weights for forward and again for backward.
 
 Zhao et al. 2023, arXiv:2304.11277, section 3. Backward recomputes the unit's forward pass from the
-same inputs, random seeds and statistics. Only the first forward pass changes the layer's state.
+same inputs, random seeds and statistics. Only the first forward pass changes the layer's state. A
+unit that leaves kernels in their parts (`fsdp_products`) is not computed again, and keeps the few
+weights that it gathers.
 
 Backward begins with the last units, so these keep their gathered weights. Their number is the
 number of units that are whole at a time anyway, or the number whose weights take no more memory
@@ -36,7 +38,7 @@ class Chain:
 
     Attributes:
         inputs: First input of each unit that was called, before padding (`_unpadded`).
-        sizes: Size in bytes of the weights of each unit.
+        sizes: Size in bytes of the weights that each unit gathers.
         gradients: One gradient of the output of each unit, by the unit's index in `inputs`.
         reads: Number of reads of each variable outside of units.
     """
@@ -110,7 +112,7 @@ def weights_of(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 
 class Unit:
-    """Layer whose weights are whole only while it is computed.
+    """Layer whose weights are whole at most while it is computed.
 
     Args:
         layer: Layer whose weights are already sharded.
@@ -172,7 +174,7 @@ class Unit:
         tensors = [x for x in flat if isinstance(x, tf.Tensor)]
         index = len(chain.inputs)
         chain.inputs.extend([_unpadded(x) for x in tensors[:1]] or chain.inputs[-1:])
-        kernels = self._kernels(tensors)
+        kernels = self._kernels()
         gathered = [v for v in self._weights if id(v) not in kernels]
         chain.sizes[index:] = [_bytes_of(gathered)]
         gates = (
@@ -199,21 +201,20 @@ class Unit:
         with compat.replaced_shards(values):
             return self._keras_call(*args, **kwargs)
 
-    def _kernels(self, tensors: Sequence[tf.Tensor]) -> dict[int, int]:
+    def _kernels(self) -> dict[int, int]:
         """Return the kernels that are not gathered, by their id.
 
-        Args:
-            tensors: Arguments of the call, of which the first is the input.
+        The result must be the same in all processes.
 
         Returns:
             Bytes that a replica sends for the product in a step.
         """
         batch = self._batch_per_replica()
-        if batch is None or not tensors or tf.executing_eagerly():
+        if batch is None or tf.executing_eagerly():
             return {}
         size = self._gathering.forward_group.size
         with compat.without_autocast():  # variables tell their own dtypes
-            found = fsdp_products.products_of(self._layer, tensors[0].shape, size)
+            found = fsdp_products.products_of(self._layer, size)
             own = [(id(v), found[id(v)]) for v in self._weights if id(v) in found]
             chosen = product_costs.multiplied(
                 [product for _, product in own], _bytes_of(self._weights), batch, size

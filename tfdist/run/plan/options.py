@@ -382,7 +382,9 @@ def _fsdp(needs: Needs, devices: int) -> Option:
         resident,
         peak,
         sent,
-        "" if all(multiplied) else "forward is computed twice",
+        "rows of the batch travel, not large kernels"
+        if sum(p.kernel_bytes for p in products) > trained + frozen_whole
+        else "forward is computed twice",
         needs.not_sharded,
     )
 

@@ -91,7 +91,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
 
     from tfdist.data.batch_rows import count_rows
     from tfdist.parallel import deferred
-    from tfdist.parallel.sharding import fsdp, fsdp_unit, global_norm
+    from tfdist.parallel.sharding import fsdp, fsdp_products, fsdp_unit, global_norm
     from tfdist.run import build, input_pipeline
 
     tf.config.set_visible_devices([], "GPU")
@@ -122,7 +122,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
         units=[_bytes(fsdp_unit.weights_of(layer)) for layer in units],
-        products=[_products(layer, devices) for layer in units],
+        products=[list(fsdp_products.products_of(layer, devices).values()) for layer in units],
         frozen=_bytes(
             [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
         ),
@@ -144,19 +144,6 @@ def _look(settings: config.Run, devices: int) -> Needs:
         table_rows=_table_rows(model, tables),
         updates_rows=fsdp.updates_rows(optimizer, sync.Gradients()),
     )
-
-
-def _products(layer: Any, devices: int) -> list[Product]:
-    """Return the products in a layer that need no whole kernel, if its input is known."""
-    import tensorflow as tf
-
-    from tfdist.parallel.sharding import fsdp_products
-
-    try:
-        first = tf.nest.flatten(layer.input)[0]
-    except (AttributeError, ValueError):  # not of a functional model, or called several times
-        return []
-    return list(fsdp_products.products_of(layer, tf.TensorShape(first.shape), devices).values())
 
 
 def _table_rows(model: Any, tables: Sequence[Any]) -> int | None:

@@ -280,6 +280,7 @@ class Engine(Hooks):
             "steps": call["steps"] or -1,
             "batch_size": call["batch_size"] or -1,
             "length of the data": size(call["x"]),
+            **self._expect_batch(model, call),
         }
         self._agree(model, expected_equal, callbacks, False)
         self._replica_state(model).sync_replicas()
@@ -833,15 +834,19 @@ class Engine(Hooks):
         )
 
     def _expect_batch(self, model: keras.Model, call: dict) -> dict[str, float]:
-        """Tell the holder of sharded weights how many rows a batch of the data has.
+        """Tell the holder of sharded weights how many rows a batch of the data has, at most.
 
         Returns:
             What must be equal on all workers, whose graphs depend on it.
         """
         if not isinstance(holder := _holder(model), FSDP):
             return {}
-        rows = None if self._own_batches else rows_of_batches(call["x"], call["batch_size"])
-        return {"batch_per_replica of fsdp": holder.expect_batch(rows) or -1}
+        batches = [(call["x"], call["batch_size"])]
+        if (validation := call.get("validation_data")) is not None:
+            batches.append((validation, call["validation_batch_size"] or call["batch_size"]))
+        rows = [n for n in (rows_of_batches(*each) for each in batches) if n]
+        most = max(rows) if rows and not self._own_batches else None
+        return {"batch_per_replica of fsdp": holder.expect_batch(most) or -1}
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

@@ -47,6 +47,26 @@ def test_supported_dtypes_are_exchanged(mirrored, method):
         assert {x.dtype.name for x in values} == {dtype}
 
 
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_whose_length_is_not_known_are_gathered(mirrored, dtype, count):
+    group = Group.of(mirrored, f"test length {dtype}")
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], dtype)])
+    def gathered(row):
+        results = mirrored.run(
+            lambda: group.all_gather(row + tf.cast(group.rank, dtype), f"row {dtype}")
+        )
+        return mirrored.experimental_local_results(results)
+
+    row = tf.range(count, dtype=tf.float32)
+    for found in gathered(tf.cast(row, dtype)):
+        assert tf.cast(found, tf.float32).numpy().tolist() == [
+            row.numpy().tolist(),
+            (row + 1).numpy().tolist(),
+        ]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "complex64"])
 def test_unsupported_dtypes_are_refused(mirrored, method, dtype):

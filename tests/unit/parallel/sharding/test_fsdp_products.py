@@ -300,28 +300,54 @@ def test_kernels_that_need_not_be_whole(mirrored, make, count):
         attention = isinstance(layer, keras.layers.MultiHeadAttention)
         model = keras.Model(x, keras.layers.Dense(2)(layer(x, x) if attention else layer(x)))
         fsdp(model)
-    shape = tf.TensorShape([None, 6, 16])
-    assert len(products_of(layer, shape, 2)) == count
-    assert not products_of(layer, shape, 1)  # no one to send rows to
-    assert not products_of(layer, shape, 3)  # 16 rows of a kernel cannot be divided
-    assert not products_of(layer, tf.TensorShape([None, None, 16]), 2)
+    assert len(products_of(layer, 2)) == count
+    assert not products_of(layer, 1)  # no one to send rows to
+    assert not products_of(layer, 3)  # 16 rows of a kernel cannot be divided
 
 
 def test_small_kernels_are_gathered(mirrored, monkeypatch):
     layer = keras.layers.Dense(4)
     with mirrored.scope():
-        layer.build([None, 16])
-    assert products_of(layer, tf.TensorShape([None, 6, 16]), 2) == {
-        id(layer.kernel): Product(16, 4, rows_per_example=6)
-    }
+        layer.build([None, 6, 16])
+    products = {id(layer.kernel): Product(16, 4, rows_per_example=6)}
+    assert products_of(layer, 2) == products
     inner = Block()
     with mirrored.scope():
         inner.build([None, 6, 16])
-    of_inner = products_of(inner, tf.TensorShape([None, 6, 16]), 2)
     # It has 64 inputs, and as many rows as the outer layer.
-    assert of_inner[id(inner.narrow.kernel)] == Product(64, 16, rows_per_example=6)
+    assert products_of(inner, 2)[id(inner.narrow.kernel)] == Product(64, 16, rows_per_example=6)
     monkeypatch.setattr(fsdp_products, "MIN_VALUES", 4 * 16 + 1)
-    assert not products_of(layer, tf.TensorShape([None, 6, 16]), 2)
+    assert not products_of(layer, 2)
+
+
+def test_the_length_of_a_sequence_is_that_for_which_the_layer_was_built(mirrored):
+    """Processes with data of their own may have other lengths in a step."""
+    with mirrored.scope():
+        layer = keras.layers.Dense(4)
+        layer.build([None, None, 16])
+    assert not products_of(layer, 2)
+    with mirrored.scope():
+        joined = keras.layers.MultiHeadAttention(2, 4)
+        joined.build([None, 6, 16], [None, None, 16])
+    assert {product.rows_per_example for product in products_of(joined, 2).values()} == {6}
+
+
+def test_predict_tells_the_rows_and_validation_may_have_more(mirrored):
+    def products(method, **arguments):
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input([64]), keras.layers.Dense(64)])
+            shards = fsdp(model)
+            model.compile("sgd", "mse")
+        x = np.ones([64, 64], "float32")
+        getattr(model, method)(x, **arguments, verbose=0)
+        return bool(sent_by_products(shards))
+
+    # Of up to 21 rows on each replica, those of the kernel `[64, 64]` are fewer bytes.
+    assert products("predict", batch_size=40)
+    assert not products("predict", batch_size=44)
+    y = np.ones([64, 64], "float32")
+    assert products("fit", y=y, batch_size=8, validation_data=(y, y), validation_batch_size=40)
+    assert not products("fit", y=y, batch_size=8, validation_data=(y, y), validation_batch_size=44)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
