@@ -28,7 +28,7 @@ _REGION = (8, 1 << 30)
 # Number of measurements of each batch, of which the smallest counts: TensorFlow's allocator returns
 # up to twice the requested memory, depending on which chunks are free. After some seconds, as for a
 # large model, those that are done suffice.
-_REPEATS = 5
+_REPEATS = 8
 _REPEAT_S = 5.0
 
 
