@@ -44,8 +44,20 @@ def test_tensors_travel_natively_but_for_sparse_ones(results):
     for result in results:
         assert result["kinds"]["sockets"] == ("sockets" if library.load() else "sockets, in Python")
         names = {name.partition(":")[0].split()[0] for _, name in result["traced"]}
-        assert names >= {"gradients", "zero", "fsdp"}
+        assert names >= {"gradients", "zero", "fsdp", "factors"}
         assert {kind for kind, _ in result["traced"]} == {*result["kinds"].values()}
+
+
+def test_factors_of_gradients_travel_where_they_are_fewer_bytes(results):
+    for result in results:
+        factors = {
+            (kind, name.split(":")[0].split()[0])
+            for kind, name in result["traced"]
+            if name.endswith("gradients of results")
+        }
+        sockets, memory = result["kinds"]["sockets"], result["kinds"]["native"]
+        assert factors >= {(sockets, "factors"), (memory, "zero")}
+        assert ("shared memory", "factors") not in factors  # sums in memory cost no more
 
 
 def test_auto_is_native_only_if_all_workers_can_connect(results):
@@ -113,8 +125,8 @@ def test_two_workers_on_each_of_two_hosts_train_as_with_tensorflows_collectives(
         members.succeed(TIMEOUT_S)
     first, *others = [pickle.loads((tmp_path / f"{i}.pickle").read_bytes()) for i in range(4)]
     assert first["kind"] == "shared memory on each host, sockets between hosts"
-    history, weights = first["tensorflow"]
-    for case in first.keys() - {"kind", "tensorflow"}:
+    for case in first.keys() - {"kind", "tensorflow", "tensorflow, few rows"}:
+        history, weights = first["tensorflow, few rows" if case == "few rows" else "tensorflow"]
         np.testing.assert_allclose(first[case][0]["loss"], history["loss"], rtol=1e-5)
         for index, expected in enumerate(weights):
             np.testing.assert_allclose(first[case][1][index], expected, rtol=1e-4, atol=1e-5)

@@ -299,16 +299,12 @@ class Sharded(keras.Variable):
             self.tfdist_store.assign_whole(self, tf.cast(value, self._value.dtype))
 
 
-class KernelPart(abc.ABC):
-    """This replica's part of a sharded kernel, which `replaced_shards` may have for its value."""
-
-    @abc.abstractmethod
-    def whole(self) -> tf.Tensor:
-        """Return the whole kernel."""
+class Kernel(abc.ABC):
+    """Kernel whose products its layer leaves to this object."""
 
     @abc.abstractmethod
     def product(self, x: tf.Tensor, axes: int) -> tf.Tensor | None:
-        """Return the product of inputs and the kernel; None if it needs the whole kernel.
+        """Return the product of inputs and the kernel; None if the layer is to compute it.
 
         Args:
             x: Inputs `[..., *contracted]`, in the dtype in which the layer reads the kernel.
@@ -317,6 +313,14 @@ class KernelPart(abc.ABC):
         Returns:
             Tensor `[..., *others]`, with the other axes of the kernel.
         """
+
+
+class KernelPart(Kernel):
+    """This replica's part of a sharded kernel, which `replaced_shards` may have for its value."""
+
+    @abc.abstractmethod
+    def whole(self) -> tf.Tensor:
+        """Return the whole kernel."""
 
 
 def make_sharded(variable: keras.Variable, rows: Any, shape: Sequence[int], store: Any) -> None:
@@ -399,12 +403,29 @@ def have_values(variables: Sequence[keras.Variable]) -> bool:
     return in_symbolic_scope() or all(_value_in_context(v) is not None for v in variables)
 
 
-def kernel_part(variable: Any) -> KernelPart | None:
-    """Return what a product with a variable needs of it, if that is a part of a kernel."""
-    if not isinstance(variable, Sharded) or in_shards():
+@contextlib.contextmanager
+def multiplied_by(kernels: dict[int, Kernel]) -> Iterator[None]:
+    """Leave the products with variables that are not sharded to these objects in the context.
+
+    Args:
+        kernels: Kernels by the id of the variable.
+    """
+    before = getattr(_state, "kernels", {})
+    _state.kernels = {**before, **kernels}
+    try:
+        yield
+    finally:
+        _state.kernels = before
+
+
+def kernel_of(variable: Any) -> Kernel | None:
+    """Return the object that computes the products with a variable, if there is one."""
+    if in_shards():
         return None
+    if not isinstance(variable, Sharded):
+        return getattr(_state, "kernels", {}).get(id(variable))
     value = _value_in_context(variable)
-    return value if isinstance(value, KernelPart) else None
+    return value if isinstance(value, Kernel) else None
 
 
 def _value_in_context(variable: keras.Variable) -> Any:

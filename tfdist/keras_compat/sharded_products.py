@@ -1,4 +1,4 @@
-"""Products with a sharded kernel: what holds a part of it computes them.
+"""Products with a kernel that replicas share: not its layer computes them.
 
 `keras.ops.matmul(x, kernel)` and `keras.ops.einsum(equation, x, kernel)`, which
 `keras.layers.Dense` and `keras.layers.EinsumDense` call, read the whole kernel first.
@@ -13,26 +13,26 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat.backend_modules import numpy as _keras_numpy
-from tfdist.keras_compat.parallel import KernelPart, kernel_part
+from tfdist.keras_compat.parallel import Kernel, kernel_of
 
 
 def hook_products() -> None:
-    """Make Keras ask a `KernelPart` for products with its kernel."""
+    """Make Keras ask a `Kernel` for the products with it."""
     original_matmul = _keras_numpy.matmul
     original_einsum = _keras_numpy.einsum
 
     @functools.wraps(original_matmul)
     def matmul(x1: Any, x2: Any) -> Any:
-        part = kernel_part(x2)
-        result = None if part is None else _product(part, x1, x2, 1)
+        kernel = kernel_of(x2)
+        result = None if kernel is None else _product(kernel, x1, x2, 1)
         return original_matmul(x1, x2) if result is None else result
 
     @functools.wraps(original_einsum)
     def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
-        part = kernel_part(operands[1]) if len(operands) == 2 else None
+        kernel = kernel_of(operands[1]) if len(operands) == 2 else None
         result = None
-        if part is not None and not kwargs and (axes := contracted_axes(subscripts)):
-            result = _product(part, operands[0], operands[1], axes)
+        if kernel is not None and not kwargs and (axes := contracted_axes(subscripts)):
+            result = _product(kernel, operands[0], operands[1], axes)
         return original_einsum(subscripts, *operands, **kwargs) if result is None else result
 
     _keras_numpy.matmul = matmul
@@ -93,8 +93,8 @@ def plain_kernel(layer: keras.layers.Layer) -> tuple[keras.Variable, int] | None
     return kernel, axes
 
 
-def _product(part: KernelPart, x: Any, kernel: keras.Variable, axes: int) -> tf.Tensor | None:
-    """Return a product by the kernel's part; None for inputs of another kind.
+def _product(kernel: Kernel, x: Any, variable: keras.Variable, axes: int) -> tf.Tensor | None:
+    """Return a product by the kernel; None for inputs of another kind.
 
     Keras casts operands of different dtypes, and has its own products of sparse tensors.
     """
@@ -102,10 +102,10 @@ def _product(part: KernelPart, x: Any, kernel: keras.Variable, axes: int) -> tf.
         x = x.value
     if (
         not isinstance(x, tf.Tensor)
-        or keras.backend.standardize_dtype(x.dtype) != kernel.dtype
+        or keras.backend.standardize_dtype(x.dtype) != variable.dtype
         or x.shape.rank is None
         or x.shape.rank <= axes
-        or tuple(x.shape[-axes:]) != tuple(kernel.shape[:axes])
+        or tuple(x.shape[-axes:]) != tuple(variable.shape[:axes])
     ):
         return None
-    return part.product(x, axes)
+    return kernel.product(x, axes)

@@ -67,6 +67,35 @@ def padded():
     )
 
 
+class Wide(keras.Model):
+    """Use large kernels in every way: once, twice, read by another layer, and in a penalty."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(516, "tanh")
+        self.shared = keras.layers.Dense(516, "tanh")
+        self.read = keras.layers.Dense(516, use_bias=False)
+        self.last = keras.layers.Dense(3)
+
+    def build(self, shape):
+        self.first.build(shape)
+        for layer in (self.shared, self.read, self.last):
+            layer.build((*shape[:-1], 516))
+        self.built = True
+
+    def call(self, x):
+        x = self.shared(self.shared(self.first(x)))
+        x = self.read(x) + keras.ops.matmul(x, keras.ops.transpose(self.read.kernel))
+        return self.last(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(self(x))
+        return loss + 0.01 * tf.reduce_mean(tape.gradient(total, x) ** 2)
+
+
 class Span(keras.metrics.Metric):
     """Return the span of all logits, for which replicas gather their rows."""
 
@@ -108,8 +137,8 @@ def fitted(
         optimizer = keras.optimizers.Adam(0.01)
         if shard is fsdp:
             fsdp(built)
-        if shard is zero:
-            optimizer = zero(optimizer, stage=1)
+        if shard in (1, 2):
+            optimizer = zero(optimizer, stage=shard)
         built.compile(
             optimizer,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -137,11 +166,14 @@ CASES = {
     "sparse": {"model": embedded},
     "even batches": {"rows": ROWS // BATCH * BATCH},
     "local SGD": {"sync": tfdist.sync.LocalSGD(1), "epochs": 20, "callbacks": [Synchronize()]},
-    "zero": {"shard": zero},
+    "few rows": {"model": Wide, "steps_per_execution": 3},
+    "few rows, zero 1": {"model": Wide, "shard": 1},
+    "few rows, zero 2": {"model": Wide, "shard": 2, "steps_per_execution": 2},
+    "zero": {"shard": 1},
     "fsdp": {"shard": fsdp, "steps_per_execution": 2},
     "fsdp of a padded convolution": {"shard": fsdp, "model": padded, "predicts": True},
 }
-QUICK = ("steps together", "fsdp")  # for the other kinds of native collectives
+QUICK = ("steps together", "few rows", "fsdp")  # for the other kinds of native collectives
 
 
 class Kill(keras.callbacks.Callback):

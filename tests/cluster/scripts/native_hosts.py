@@ -13,10 +13,12 @@ from tests.cluster.scripts.native import CASES, fitted
 
 def main(file):
     strategy = tfdist.make_strategy(communication="native", timeout=100)
-    results = {case: fitted(strategy, **CASES[case]) for case in ("single steps", "zero", "fsdp")}
+    cases = "single steps", "zero", "fsdp", "few rows"
+    results = {case: fitted(strategy, **CASES[case]) for case in cases}
     results["kind"] = strategy.tfdist_engine.transport.kind
     strategy.tfdist_engine.use_transport(None)
     results["tensorflow"] = fitted(strategy)
+    results["tensorflow, few rows"] = fitted(strategy, **CASES["few rows"])
     pathlib.Path(file).write_bytes(pickle.dumps(results))
 
 

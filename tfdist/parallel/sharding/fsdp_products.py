@@ -37,15 +37,14 @@ def products_of(layer: keras.layers.Layer, replicas: int) -> dict[int, Product]:
 
     Returns:
         Products by the id of the kernel. The result is empty for layers that may multiply in a
-        loop, where replicas cannot meet, for a single replica, and for a layer that was built
-        without knowing the shape of an example.
+        loop, where replicas cannot meet, and for a layer that was built without knowing the shape
+        of an example.
     """
     inside = sublayers(layer)
     shape = _built_shape(layer)
     example = [n for n in shape[1:] if n is not None]
     if (
-        replicas == 1
-        or len(shape) < 2
+        len(shape) < 2
         or len(example) < len(shape) - 1
         or any(isinstance(x, keras.layers.Wrapper | keras.layers.RNN) for x in inside)
     ):
@@ -140,6 +139,21 @@ class ProductPart(KernelPart):
         return f"{self._name} {self._uses}"
 
 
+def gradient_of_inputs(dy: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    """Return `dy @ transpose(kernel)`, computed by reading the kernel in its order.
+
+    Args:
+        dy: Gradients of results, `[rows, outputs]`. On a CPU, the product of 8 to 64 rows as
+            TensorFlow computes it takes 1.5 to 3 times as long with oneDNN, and 3 to 7 times
+            without.
+        kernel: Kernel, `[inputs, outputs]`.
+
+    Returns:
+        Tensor `[rows, inputs]`.
+    """
+    return tf.transpose(tf.matmul(kernel, dy, transpose_b=True))
+
+
 def _product(gathering: Gathering, x: tf.Tensor, part: tf.Tensor, name: str) -> tf.Tensor:
     """Return the product of this replica's rows and a kernel of which each replica holds rows.
 
@@ -181,7 +195,7 @@ def _product(gathering: Gathering, x: tf.Tensor, part: tf.Tensor, name: str) -> 
                 backward.all_gather(sent, f"{name} gradients"), [replicas, -1, outputs]
             )
             of_parts = tf.reshape(
-                tf.matmul(tf.reshape(of_outputs, [-1, outputs]), kernel, transpose_b=True),
+                gradient_of_inputs(tf.reshape(of_outputs, [-1, outputs]), kernel),
                 [replicas, -1, width],
             )
             of_inputs = backward.all_to_all(of_parts, f"{name} gradients of inputs")

@@ -1,10 +1,12 @@
-"""Choice of kernels that FSDP does not gather: rows of a batch may be fewer bytes."""
+"""Choice of kernels that do not travel, or whose gradients do not: rows may be fewer bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+
+_MARGIN = 2  # times that factors are to be fewer bytes, as they take more calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ def multiplied(
         >>> multiplied([dense], dense.kernel_bytes, 512, 8)
         []
     """
+    if replicas == 1:  # there is no one to send rows to
+        return []
     found = [
         i
         for i, each in enumerate(products)
@@ -74,3 +78,24 @@ def multiplied(
     others = weight_bytes - sum(products[i].kernel_bytes for i in found)
     # What is gathered beside the kernels stays until backward, as nothing is computed twice.
     return found if replicas * others <= weight_bytes else []
+
+
+def factors_travel(product: Product, examples: float, replicas: int) -> bool:
+    """Return whether replicas exchange the factors of a kernel's gradient, instead of gradients.
+
+    Args:
+        product: Product of the kernel.
+        examples: Number of examples of a replica.
+        replicas: Number of replicas.
+
+    Example:
+        >>> factors_travel(Product(2048, 1000, 1), 64, 8)
+        True
+        >>> factors_travel(Product(2048, 1000, 1), 256, 8)
+        False
+    """
+    return (
+        replicas > 1
+        and product.inputs % replicas == 0
+        and _MARGIN * product.exchanged(examples, replicas) < product.kernel_bytes
+    )

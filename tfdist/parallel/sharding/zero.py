@@ -42,6 +42,7 @@ from tfdist.parallel.sharding import global_norm
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.global_norm import check_elementwise
 from tfdist.parallel.sharding.sharded_variables import Store
+from tfdist.parallel.sharding.thin_products import take_rows
 from tfdist.sync import Gradients
 
 _numbers = itertools.count()
@@ -235,13 +236,18 @@ class Zero(keras.optimizers.Optimizer):
                 make_sharded(shards[-1], None, v.shape, self._store)
             copy_weight_decay_exclusions(self.inner_optimizer, full, self.inner_optimizer, shards)
             self.inner_optimizer.build(shards)
-        sizes = [flat_shards.elements(v.shape) * tf.as_dtype(v.dtype).size for v in full]
-        self._parts = _Parts(
-            full,
-            shards,
-            flat_shards.buckets(sizes, [v.dtype for v in full], self.policy.bucket_bytes),
-        )
+        self._parts = _Parts(full, shards)
+        self._parts.buckets = self._buckets([True] * len(full))
         super().build(variables)
+
+    def _buckets(self, sent: Sequence[bool]) -> list[list[int]]:
+        """Return the indices of the variables that are sent together; not all may be sent."""
+        full = self._parts.full
+        sizes = [
+            flat_shards.elements(v.shape) * tf.as_dtype(v.dtype).size * is_sent
+            for v, is_sent in zip(full, sent, strict=True)
+        ]
+        return flat_shards.buckets(sizes, [v.dtype for v in full], self.policy.bucket_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -262,6 +268,10 @@ class Zero(keras.optimizers.Optimizer):
             sent / (steps if name.startswith("whole") else 1)
             for name, sent in self.group.bytes_in_steps.items()
         )
+
+    def group_of_factors(self) -> Group:
+        """Return the group in which a step may exchange rows instead of gradients."""
+        return self.group
 
     # --- A step -----------------------------------------------------------------------------------
     def apply(
@@ -419,16 +429,23 @@ class Zero(keras.optimizers.Optimizer):
             for g, v in zip(grads, self._parts.full, strict=True)
         ]
         dense = weighted(dense, global_norm.scale(self.policy, self.group.size))
+        own_rows = take_rows(self._parts.full)
         if self.stage == 1:
             sums = all_reduce(
                 self.group, dense, "sums", self.policy.bucket_bytes, self.policy.comm_dtype
             )
-            return [
+            parts = [
                 None if x is None else flat_shards.to_rows(x, self.group.size)[self.group.rank]
                 for x in sums
             ]
-        rows = [None if g is None else flat_shards.to_rows(g, self.group.size) for g in dense]
-        return reduce_scatter(self.group, rows, self._parts.buckets, "sum", self.policy.comm_dtype)
+        else:
+            rows = [None if g is None else flat_shards.to_rows(g, self.group.size) for g in dense]
+            # Small gradients between large ones that are not sent travel together.
+            plan = self._buckets([g is not None for g in dense])
+            parts = reduce_scatter(self.group, rows, plan, "sum", self.policy.comm_dtype)
+        for i, own in own_rows.items():
+            parts[i] = own if parts[i] is None else parts[i] + own
+        return parts
 
     def _after_update(self, gather: Callable[[], None], local: int) -> None:
         """Call `gather`; with gradient accumulation, only after a step that updated variables."""

@@ -39,6 +39,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
+from tfdist.parallel.sharding.thin_products import thin_products
 from tfdist.parallel.sharding.whole_model_files import as_plain
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
@@ -133,6 +134,7 @@ class Engine(Hooks):
         self._kind: str | None = None
         self._watches: dict[str, StepMonitoring] = {}
         self._training_feed: Feed | None = None  # of the running fit
+        self._examples: int | None = None  # of a replica's batch, at most; None if unknown
         self._steps_per_epoch: int | None = None  # None unless given
         self._steps_per_execution = 1
         self._steps_of_fit: range | None = None  # None unless the steps per epoch are given
@@ -834,19 +836,34 @@ class Engine(Hooks):
         )
 
     def _expect_batch(self, model: keras.Model, call: dict) -> dict[str, float]:
-        """Tell the holder of sharded weights how many rows a batch of the data has, at most.
+        """Note how many rows a batch of the data has, at most.
 
         Returns:
             What must be equal on all workers, whose graphs depend on it.
         """
-        if not isinstance(holder := _holder(model), FSDP):
-            return {}
         batches = [(call["x"], call["batch_size"])]
         if (validation := call.get("validation_data")) is not None:
             batches.append((validation, call["validation_batch_size"] or call["batch_size"]))
         rows = [n for n in (rows_of_batches(*each) for each in batches) if n]
         most = max(rows) if rows and not self._own_batches else None
-        return {"batch_per_replica of fsdp": holder.expect_batch(most) or -1}
+        if isinstance(holder := _holder(model), FSDP):
+            return {"batch_per_replica of fsdp": holder.expect_batch(most) or -1}
+        self._examples = most and -(-most // self.placement.replicas)
+        return {"rows of a batch": self._examples or -1}
+
+    def thin_products(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        """Return a context in which to trace a training step; see `thin_products`.
+
+        Native collectives take tensors of any number of rows.
+        """
+        exchange = self.exchange_of(model)
+        if self._examples is None or device_type(self._strategy) != "CPU":
+            return contextlib.nullcontext()
+        if isinstance(exchange, FSDP):  # computes its products itself
+            return contextlib.nullcontext()
+        own_step = getattr(model.train_step, "__func__", None) is keras.Model.train_step
+        group = exchange.group_of_factors() if self.transport is not None and own_step else None
+        return thin_products(model, self._examples, group, exchange.policy)
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

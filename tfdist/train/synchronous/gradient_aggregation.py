@@ -20,9 +20,10 @@ from tfdist.keras_compat import local_component, local_update, step_counter
 from tfdist.keras_compat.parallel import known_variables
 from tfdist.keras_compat.sparse_gradients import merge_duplicates
 from tfdist.parallel.collectives.bucketing import all_reduce
-from tfdist.parallel.collectives.group import Group, metered
+from tfdist.parallel.collectives.group import Group, metered, native_transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
+from tfdist.parallel.sharding.thin_products import take_rows
 from tfdist.sync import Gradients, Policy
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica
@@ -56,10 +57,23 @@ class GradientAggregation:
         self._placement = placement
         self._central = central
         self._group: Group | None = None
+        self._factors: Group | None = None  # of the last step that was traced with it
         # By optimizer: the accumulated gradients, then the number of their steps.
         self._sums: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
         # By optimizer: bytes sent per update, from the last trace.
         self._bytes: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+    def group_of_factors(self) -> Group | None:
+        """Return the group in which a step may exchange rows instead of gradients; None if none.
+
+        Policies that do more than to sum gradients do so with each replica's own. A sum in memory
+        that all workers share takes no longer than to gather its parts.
+        """
+        transport = native_transport(self._strategy)
+        if transport is None or transport.shares_memory or not self.policy.plain:
+            return None
+        self._factors = Group.of(self._strategy, "factors")
+        return self._factors
 
     def bytes_per_step(self, optimizer: Any) -> float:
         """Return the bytes of gradients that a replica sends per step, on average.
@@ -134,12 +148,6 @@ class GradientAggregation:
         update = _Update(optimizer, keras_apply, variables, local, self._central)
         grads = weighted(grads, gradient_factor(self.policy.combine, self._placement.replicas))
         if self.policy.plain:
-            peers = self._placement.replicas - 1
-            self._bytes[optimizer] = (
-                2 * peers / (peers + 1) * sum(_bytes(g) for g in grads if g is not None)
-                if peers
-                else 0.0
-            )
             return self._apply_plain(update, grads, watch)
         grads = gradient_sum.dense(grads, optimizer, variables)
         if self.policy.accumulate == 1:
@@ -170,8 +178,20 @@ class GradientAggregation:
     def _apply_plain(self, update: _Update, grads: list, watch: GradientCallback | None) -> Any:
         context = tf.distribute.get_replica_context()
         replicated = self._placement.replicas > 1
-        graph_timestamps.before_sum(update.local, list(grads), replicated)
+        variables = update.variables or known_variables(update.optimizer)
+        rows = take_rows(variables)
+        peers = self._placement.replicas - 1
+        sent = 2 * peers / (peers + 1) * sum(_bytes(g) for g in grads if g is not None)
+        graph_timestamps.before_sum(update.local, [*grads, *rows.values()], replicated)
         summed = gradient_sum.sum_over_replicas(context, list(grads))
+        if rows:
+            group = self._factors
+            assert group is not None  # the rows were computed with it
+            for i, own in rows.items():
+                whole = tf.reshape(group.all_gather(own, f"gradient {i}"), variables[i].shape)
+                summed[i] = whole if summed[i] is None else summed[i] + whole
+            sent += sum(group.bytes_in_steps.values())
+        self._bytes[update.optimizer] = sent if peers else 0.0
         if replicated:
             graph_timestamps.after_sum(update.local, summed)
         grads = [merge_duplicates(g) for g in summed]

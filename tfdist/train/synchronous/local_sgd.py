@@ -72,6 +72,9 @@ class LocalSteps:
         self._warmup_group: Group | None = None
         self._states: weakref.WeakKeyDictionary[Any, _LocalState] = weakref.WeakKeyDictionary()
 
+    def group_of_factors(self) -> None:
+        """Return None: most steps exchange no gradients."""
+
     def bytes_per_step(self, optimizer: Any) -> float:
         """Return the bytes that a replica has sent per step, on average; 0 before the first step.
 

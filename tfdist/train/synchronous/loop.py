@@ -586,7 +586,12 @@ class Runner:
                 step = compiled(step, engine.apply)
             elif self._compiles:
                 step = tf.function(step, jit_compile=True, autograph=False)
-            with noted_in(self._assigned if self._trains else None):
+            products = (
+                engine.thin_products(self.model)
+                if self._trains and not self._compiles
+                else contextlib.nullcontext()
+            )
+            with noted_in(self._assigned if self._trains else None), products:
                 others, logs = run_replica(
                     step, self.model, batch, self._placement, self._host, even, combine
                 )

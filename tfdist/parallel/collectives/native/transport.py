@@ -34,6 +34,7 @@ from tfdist.parallel.collectives.native.python_exchange import PythonExchange
 log = logging.getLogger("tfdist")
 
 START_S = 60.0  # for all connections, by default
+SHARED_MEMORY = "shared memory"  # kind of a transport within a host
 DTYPES = tuple(tf.as_dtype(name) for name in library.DTYPES)
 
 _open: weakref.WeakSet[Transport] = weakref.WeakSet()  # for forked children
@@ -48,6 +49,7 @@ class Transport:
 
     Attributes:
         kind: Way in which tensors travel, for messages.
+        shares_memory: Whether they travel through memory that all workers share.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Transport:
         self._exchange = exchange
         self._names = list(names)
         self.kind = kind
+        self.shares_memory = kind == SHARED_MEMORY
         self.size = len(names)
         _open.add(self)
 
@@ -199,7 +202,7 @@ def open_transport(
             os.close(memory)
     kind = "sockets"
     if memory is not None:
-        kind = "shared memory" + " on each host, sockets between hosts" * (len(hosts) > 1)
+        kind = SHARED_MEMORY + " on each host, sockets between hosts" * (len(hosts) > 1)
     return Transport(exchange, names, kind)
 
 

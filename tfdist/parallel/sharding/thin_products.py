@@ -1,0 +1,239 @@
+"""Products of large kernels and few rows in a step on CPUs, and gradients from all replicas' rows.
+
+TensorFlow reads a kernel against its order for the gradients of a layer's inputs. For few rows, the
+transposed product takes a half to a seventh of the time.
+
+The gradient of a kernel is the product of two factors: the rows of the inputs, and those of the
+gradients of the results. Where they are fewer bytes than the kernel, replicas exchange them
+(sufficient factor broadcasting; Xie et al. 2015, arXiv:1511.08486). Each replica then computes
+some rows of the sum of all gradients, in the time that its own gradient would take. ZeRO needs no
+more than its part of the sum; data parallelism gathers the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_compat.parallel import Kernel, freed_with_graph, multiplied_by
+from tfdist.parallel.collectives.group import Group
+from tfdist.parallel.replica_weight import weighted
+from tfdist.parallel.sharding.fsdp_products import gradient_of_inputs, products_of
+from tfdist.parallel.sharding.fsdp_unit import layers_of
+from tfdist.parallel.sharding.global_norm import scale
+from tfdist.parallel.sharding.product_costs import Product, factors_travel
+from tfdist.sync import Gradients
+
+_MAX_ROWS = 128  # of an input; with more, both products take the same time
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def thin_products(
+    model: keras.Model, examples: int, group: Group | None, policy: Gradients
+) -> Iterator[None]:
+    """Compute the products of large kernels and few rows, in a step traced in the context.
+
+    With a group, the step is Keras' own `train_step`, which takes the gradients of the loss right
+    after `optimizer.scale_loss`. Gradients taken before, as in a loss that penalizes gradients, are
+    a replica's own. Layers in branches and loops compute their products as usual.
+
+    Args:
+        model: Built and compiled model.
+        examples: Number of examples of a replica, at most; equal in all processes.
+        group: All replicas, with native collectives, to exchange rows; None for gradients of each
+            replica's own rows.
+        policy: Gradient policy, for the weights of the replicas.
+    """
+    chosen = _chosen(model, examples, 1 if group is None else group.size)
+    if not chosen:
+        yield
+        return
+    step = _Step(group, policy)
+    with contextlib.ExitStack() as stack:
+        if group is not None:
+            stack.enter_context(_rows_after_scaling(model.optimizer, step))
+        kernels: dict[int, Kernel] = {
+            id(v): _ThinKernel(v, step, f"factors {i}", travels, sent)
+            for i, (v, travels, sent) in enumerate(chosen)
+        }
+        stack.enter_context(multiplied_by(kernels))
+        yield
+
+
+def take_rows(variables: Sequence[keras.Variable]) -> dict[int, tf.Tensor]:
+    """Return this replica's rows of the summed gradients that the running step has computed.
+
+    Args:
+        variables: Variables that an optimizer updates.
+
+    Returns:
+        For each index of such a variable its rows, `[elements / replicas]`, in the variable's
+        dtype: the same as this replica's row of `flat_shards.to_rows`. To the sum belongs also what
+        the replicas' other gradients of the variable add.
+    """
+    rows: dict[int, list] = getattr(_thread, "rows", None) or {}
+    return {i: tf.add_n(rows.pop(id(v))) for i, v in enumerate(variables) if id(v) in rows}
+
+
+@contextlib.contextmanager
+def _rows_after_scaling(optimizer: keras.optimizers.Optimizer, step: _Step) -> Iterator[None]:
+    """Exchange rows from the call of `optimizer.scale_loss` to the end of the context."""
+    scale_loss = optimizer.scale_loss
+    was_set = "scale_loss" in vars(optimizer)
+
+    def scale_last_loss(loss):
+        loss = scale_loss(loss)
+        step.takes_rows = True
+        return loss
+
+    optimizer.scale_loss = scale_last_loss
+    _thread.rows = step.rows
+    try:
+        yield
+    finally:
+        step.takes_rows = False
+        _thread.rows = None
+        if was_set:
+            optimizer.scale_loss = scale_loss
+        else:
+            del optimizer.scale_loss
+
+
+def _chosen(
+    model: keras.Model, examples: int, replicas: int
+) -> list[tuple[keras.Variable, bool, int]]:
+    """Return the kernels that few rows are multiplied with, in the order of their layers.
+
+    Returns:
+        Kernel, whether its factors travel, and the bytes that a replica sends then.
+    """
+    weights = {id(v): v for v in model.trainable_variables}
+    products: dict[int, Product] = {}
+    for layer in layers_of(model):
+        products |= {k: p for k, p in products_of(layer, 1).items() if k in weights}
+    found = []
+    for key, product in products.items():
+        travel = factors_travel(product, examples, replicas)
+        if travel or product.rows_per_example * examples <= _MAX_ROWS:
+            sent = product.exchanged(examples, replicas) * (replicas - 1) // replicas
+            found.append((weights[key], travel, sent))
+    return found
+
+
+class _Step:
+    """Step of a replica.
+
+    Args:
+        group: All replicas, to exchange rows; or None.
+        policy: Gradient policy.
+
+    Attributes:
+        takes_rows: Whether gradients that are taken now are those of the step.
+        rows: This replica's rows of summed gradients, by the id of the kernel.
+    """
+
+    def __init__(self, group: Group | None, policy: Gradients):
+        self.group = group
+        self._policy = policy
+        self._graph = tf.compat.v1.get_default_graph()
+        self.takes_rows = False
+        self.rows: dict[int, list[tf.Tensor]] = {}
+
+    def is_here(self) -> bool:
+        """Return whether operations belong to the step itself, and not to a branch or loop."""
+        return tf.compat.v1.get_default_graph() is self._graph
+
+    def exchange(self, x: tf.Tensor, dy: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what this replica needs for its rows of the sum of `transpose(x) @ dy`.
+
+        Args:
+            x: Rows of the input, `[rows, inputs]`; replicas may have different numbers of rows.
+            dy: Gradients of the results, `[rows, outputs]`.
+            name: Name of this call.
+
+        Returns:
+            Its columns of all replicas' inputs, `[all rows, inputs / replicas]`, and all gradients
+            of results with their replicas' weights, `[all rows, outputs]`.
+        """
+        group = self.group
+        assert group is not None
+        width, outputs = x.shape[1] // group.size, dy.shape[1]
+        rows = tf.shape(x)[0]
+        # Rows may be chosen by their values, so that even batches do not tell how many there are.
+        most = tf.maximum(group.all_reduce(rows, f"{name}: number of rows", "Max"), 1)
+        missing = [[0, most - rows], [0, 0]]
+        dy = weighted([dy], scale(self._policy, group.size))[0]
+        by_part = tf.transpose(tf.reshape(tf.pad(x, missing), [most, group.size, width]), [1, 0, 2])
+        inputs = group.all_to_all(by_part, f"{name}: inputs")
+        of_results = group.all_gather(
+            tf.reshape(tf.pad(dy, missing), [-1]), f"{name}: gradients of results"
+        )
+        return tf.reshape(inputs, [-1, width]), tf.reshape(of_results, [-1, outputs])
+
+
+class _ThinKernel(Kernel):
+    """Kernel that is multiplied with few rows in one step.
+
+    Args:
+        variable: The kernel.
+        step: The step.
+        name: Name of the kernel's collectives.
+        travels: Whether replicas exchange the factors of its gradient.
+        sent: Bytes that a replica is expected to send then.
+    """
+
+    def __init__(self, variable: keras.Variable, step: _Step, name: str, travels: bool, sent: int):
+        self._variable = variable
+        self._step = step
+        self._name = name
+        self._travels = travels
+        self._sent = sent
+
+    def product(self, x: tf.Tensor, axes: int) -> tf.Tensor | None:
+        """See `Kernel`."""
+        if not self._step.is_here():
+            return None
+        shape = tuple(self._variable.shape)
+        inputs, outputs = math.prod(shape[:axes]), math.prod(shape[axes:])
+        kernel = tf.reshape(tf.convert_to_tensor(self._variable), [inputs, outputs])
+        result = freed_with_graph([self._multiply(tf.reshape(x, [-1, inputs]), kernel)])[0]
+        return tf.ensure_shape(
+            tf.reshape(result, tf.concat([tf.shape(x)[:-axes], shape[axes:]], 0)),
+            [*x.shape[:-axes], *shape[axes:]],
+        )
+
+    def _multiply(self, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def multiply(x: tf.Tensor, kernel: tf.Tensor):
+            def grad(dy: tf.Tensor):
+                received: list[tf.Tensor] = []
+                of_kernel = None
+                if self._travels and self._step.takes_rows and self._step.is_here():
+                    received = self._add_rows(x, dy)
+                else:
+                    of_kernel = tf.matmul(x, dy, transpose_a=True)
+                # Without this order a replica may compute the gradients of all inputs first, while
+                # another one waits for it in the exchange.
+                with tf.control_dependencies(received):
+                    return gradient_of_inputs(dy, kernel), of_kernel
+
+            return tf.matmul(x, kernel), grad
+
+        return multiply(x, kernel)
+
+    def _add_rows(self, x: tf.Tensor, dy: tf.Tensor) -> list[tf.Tensor]:
+        """Note this replica's rows of the summed gradient; return what other replicas have sent."""
+        before = self._step.rows.setdefault(id(self._variable), [])
+        name = f"{self._name} {len(before)}"
+        inputs, of_results = self._step.exchange(x, dy, name)
+        assert self._step.group is not None
+        self._step.group.bytes[name] = self._sent
+        own = tf.reshape(tf.matmul(inputs, of_results, transpose_a=True), [-1])
+        before.append(tf.cast(own, self._variable.value.dtype))
+        return [inputs, of_results]
