@@ -1,4 +1,4 @@
-"""Choice of kernels that do not travel, or whose gradients do not: rows may be fewer bytes."""
+"""Choice of kernels and gradients that do not travel, as rows are fewer bytes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def multiplied(
 
 
 def factors_travel(product: Product, examples: float, replicas: int) -> bool:
-    """Return whether replicas exchange the factors of a kernel's gradient, instead of gradients.
+    """Return whether factors travel instead of the gradient of a kernel.
 
     Args:
         product: Product of the kernel.

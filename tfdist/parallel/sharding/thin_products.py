@@ -1,4 +1,4 @@
-"""Products of large kernels and few rows in a step on CPUs, and gradients from all replicas' rows.
+"""Products of large kernels and few rows on CPUs, and gradients from all replicas' rows.
 
 TensorFlow reads a kernel against its order for the gradients of a layer's inputs. For few rows, the
 transposed product takes a half to a seventh of the time.
