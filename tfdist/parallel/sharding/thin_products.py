@@ -50,7 +50,9 @@ def thin_products(
             replica's own rows.
         policy: Gradient policy, for the weights of the replicas.
     """
-    chosen = _chosen(model, examples, 1 if group is None else group.size)
+    # In eager mode, replicas may be in different branches.
+    graph = not tf.executing_eagerly()
+    chosen = _chosen(model, examples, 1 if group is None else group.size) if graph else []
     if not chosen:
         yield
         return
