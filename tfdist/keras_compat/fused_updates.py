@@ -79,6 +79,12 @@ def fusible(update_step: Callable) -> Callable:
     return update_step
 
 
+def has_kernel(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether one kernel surely updates a dense variable, without copies of it."""
+    known = keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD
+    return type(optimizer) in known and not getattr(optimizer, "amsgrad", False)
+
+
 def _hook_weight_decay() -> None:
     """Hook the weight decay of the optimizers that have a kernel."""
     keras_method = keras.optimizers.Optimizer._apply_weight_decay

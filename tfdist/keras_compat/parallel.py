@@ -423,7 +423,9 @@ def kernel_of(variable: Any) -> Kernel | None:
     if in_shards():
         return None
     if not isinstance(variable, Sharded):
-        return getattr(_state, "kernels", {}).get(id(variable))
+        kernel = getattr(_state, "kernels", {}).get(id(variable))
+        # In a stateless scope, a variable may have another value.
+        return kernel if kernel is not None and _value_in_context(variable) is None else None
     value = _value_in_context(variable)
     return value if isinstance(value, Kernel) else None
 
@@ -449,6 +451,21 @@ def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimiz
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
+
+
+def applies_as_keras(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether gradients reach the sum over replicas as a tape returns them.
+
+    An optimizer of a user's own may compute with those of its replica in `apply` before.
+    """
+    while optimizer is not None:
+        package = type(optimizer).__module__.partition(".")[0]
+        if package == "tfdist":  # sums them before an optimizer inside it
+            return True
+        if package != "keras" or {"apply", "apply_gradients"} & set(vars(optimizer)):
+            return False
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return True
 
 
 def known_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -24,7 +24,9 @@ def hook_products() -> None:
     @functools.wraps(original_matmul)
     def matmul(x1: Any, x2: Any) -> Any:
         kernel = kernel_of(x2)
-        result = None if kernel is None else _product(kernel, x1, x2, 1)
+        result = None
+        if kernel is not None and len(x2.shape) == 2:  # of a larger one, it is a batch of products
+            result = _product(kernel, x1, x2, 1)
         return original_matmul(x1, x2) if result is None else result
 
     @functools.wraps(original_einsum)

@@ -13,6 +13,7 @@ more than its part of the sum; data parallelism gathers the parts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,9 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat.parallel import Kernel, freed_with_graph, multiplied_by
+from tfdist.keras_compat.parallel import Kernel, multiplied_by
 from tfdist.parallel.collectives.group import Group
-from tfdist.parallel.replica_weight import weighted
+from tfdist.parallel.replica_weight import Weight, weighted
 from tfdist.parallel.sharding.fsdp_products import gradient_of_inputs, products_of
 from tfdist.parallel.sharding.fsdp_unit import layers_of
 from tfdist.parallel.sharding.global_norm import scale
@@ -40,8 +41,9 @@ def thin_products(
     """Compute the products of large kernels and few rows, in a step traced in the context.
 
     With a group, the step is Keras' own `train_step`, which takes the gradients of the loss right
-    after `optimizer.scale_loss`. Gradients taken before, as in a loss that penalizes gradients, are
-    a replica's own. Layers in branches and loops compute their products as usual.
+    after `optimizer.scale_loss`. Gradients taken before, later or within these, as in a loss that
+    penalizes gradients, are a replica's own. Layers in branches and loops compute their products as
+    usual.
 
     Args:
         model: Built and compiled model.
@@ -61,8 +63,8 @@ def thin_products(
         if group is not None:
             stack.enter_context(_rows_after_scaling(model.optimizer, step))
         kernels: dict[int, Kernel] = {
-            id(v): _ThinKernel(v, step, f"factors {i}", travels, sent)
-            for i, (v, travels, sent) in enumerate(chosen)
+            id(v): _ThinKernel(v, step, f"factors {i}", product, examples)
+            for i, (v, product) in enumerate(chosen)
         }
         stack.enter_context(multiplied_by(kernels))
         yield
@@ -79,13 +81,28 @@ def take_rows(variables: Sequence[keras.Variable]) -> dict[int, tf.Tensor]:
         dtype: the same as this replica's row of `flat_shards.to_rows`. To the sum belongs also what
         the replicas' other gradients of the variable add.
     """
-    rows: dict[int, list] = getattr(_thread, "rows", None) or {}
+    step = getattr(_thread, "step", None)
+    rows: dict[int, list] = {} if step is None else step.rows
     return {i: tf.add_n(rows.pop(id(v))) for i, v in enumerate(variables) if id(v) in rows}
 
 
 @contextlib.contextmanager
+def taking_gradients() -> Iterator[None]:
+    """Note that a tape takes gradients in the context."""
+    depth = getattr(_thread, "depth", 0)
+    _thread.depth = depth + 1
+    try:
+        yield
+    finally:
+        _thread.depth = depth
+        step = getattr(_thread, "step", None)
+        if step is not None and not depth:
+            step.takes_rows = False  # the gradients of the loss have been taken
+
+
+@contextlib.contextmanager
 def _rows_after_scaling(optimizer: keras.optimizers.Optimizer, step: _Step) -> Iterator[None]:
-    """Exchange rows from the call of `optimizer.scale_loss` to the end of the context."""
+    """Exchange rows for the gradients that are taken next after `optimizer.scale_loss`."""
     scale_loss = optimizer.scale_loss
     was_set = "scale_loss" in vars(optimizer)
 
@@ -95,12 +112,13 @@ def _rows_after_scaling(optimizer: keras.optimizers.Optimizer, step: _Step) -> I
         return loss
 
     optimizer.scale_loss = scale_last_loss
-    _thread.rows = step.rows
+    before = getattr(_thread, "step", None)
+    _thread.step = step
     try:
         yield
     finally:
         step.takes_rows = False
-        _thread.rows = None
+        _thread.step = before
         if was_set:
             optimizer.scale_loss = scale_loss
         else:
@@ -109,23 +127,18 @@ def _rows_after_scaling(optimizer: keras.optimizers.Optimizer, step: _Step) -> I
 
 def _chosen(
     model: keras.Model, examples: int, replicas: int
-) -> list[tuple[keras.Variable, bool, int]]:
-    """Return the kernels that few rows are multiplied with, in the order of their layers.
-
-    Returns:
-        Kernel, whether its factors travel, and the bytes that a replica sends then.
-    """
+) -> list[tuple[keras.Variable, Product]]:
+    """Return the kernels that few rows are multiplied with, in the order of their layers."""
     weights = {id(v): v for v in model.trainable_variables}
     products: dict[int, Product] = {}
     for layer in layers_of(model):
         products |= {k: p for k, p in products_of(layer, 1).items() if k in weights}
-    found = []
-    for key, product in products.items():
-        travel = factors_travel(product, examples, replicas)
-        if travel or product.rows_per_example * examples <= _MAX_ROWS:
-            sent = product.exchanged(examples, replicas) * (replicas - 1) // replicas
-            found.append((weights[key], travel, sent))
-    return found
+    return [
+        (weights[key], product)
+        for key, product in products.items()
+        if product.rows_per_example * examples <= _MAX_ROWS
+        or factors_travel(product, examples, replicas)
+    ]
 
 
 class _Step:
@@ -136,7 +149,7 @@ class _Step:
         policy: Gradient policy.
 
     Attributes:
-        takes_rows: Whether gradients that are taken now are those of the step.
+        takes_rows: Whether the gradients that are taken next are those of the step.
         rows: This replica's rows of summed gradients, by the id of the kernel.
     """
 
@@ -151,6 +164,16 @@ class _Step:
         """Return whether operations belong to the step itself, and not to a branch or loop."""
         return tf.compat.v1.get_default_graph() is self._graph
 
+    def exchanges(self) -> bool:
+        """Return whether the tape now takes the gradients of the step itself."""
+        return self.takes_rows and self.is_here() and getattr(_thread, "depth", 0) == 1
+
+    @property
+    def factor(self) -> Weight:
+        """Return the factor of this replica's gradients, which their sum needs."""
+        assert self.group is not None
+        return scale(self._policy, self.group.size)
+
     def exchange(self, x: tf.Tensor, dy: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Return what this replica needs for its rows of the sum of `transpose(x) @ dy`.
 
@@ -161,7 +184,7 @@ class _Step:
 
         Returns:
             Its columns of all replicas' inputs, `[all rows, inputs / replicas]`, and all gradients
-            of results with their replicas' weights, `[all rows, outputs]`.
+            of results, `[all rows, outputs]`, times their replicas' factors where these differ.
         """
         group = self.group
         assert group is not None
@@ -170,7 +193,10 @@ class _Step:
         # Rows may be chosen by their values, so that even batches do not tell how many there are.
         most = tf.maximum(group.all_reduce(rows, f"{name}: number of rows", "Max"), 1)
         missing = [[0, most - rows], [0, 0]]
-        dy = weighted([dy], scale(self._policy, group.size))[0]
+        if not isinstance(factor := self.factor, float):
+            dy = weighted([dy], factor)[0]
+            # Of no rows of a batch, a mean may be NaN.
+            x = tf.math.multiply_no_nan(x, tf.cast(factor > 0, x.dtype))
         by_part = tf.transpose(tf.reshape(tf.pad(x, missing), [most, group.size, width]), [1, 0, 2])
         inputs = group.all_to_all(by_part, f"{name}: inputs")
         of_results = group.all_gather(
@@ -186,16 +212,19 @@ class _ThinKernel(Kernel):
         variable: The kernel.
         step: The step.
         name: Name of the kernel's collectives.
-        travels: Whether replicas exchange the factors of its gradient.
-        sent: Bytes that a replica is expected to send then.
+        product: The product, with the rows that its layer is built for.
+        examples: Number of examples of a replica, at most.
     """
 
-    def __init__(self, variable: keras.Variable, step: _Step, name: str, travels: bool, sent: int):
+    def __init__(
+        self, variable: keras.Variable, step: _Step, name: str, product: Product, examples: int
+    ):
         self._variable = variable
+        self._dtype = tf.as_dtype(variable.dtype)  # outside of layers, in which it is that of x
         self._step = step
         self._name = name
-        self._travels = travels
-        self._sent = sent
+        self._product = product
+        self._examples = examples
 
     def product(self, x: tf.Tensor, axes: int) -> tf.Tensor | None:
         """See `Kernel`."""
@@ -204,20 +233,40 @@ class _ThinKernel(Kernel):
         shape = tuple(self._variable.shape)
         inputs, outputs = math.prod(shape[:axes]), math.prod(shape[axes:])
         kernel = tf.reshape(tf.convert_to_tensor(self._variable), [inputs, outputs])
-        result = freed_with_graph([self._multiply(tf.reshape(x, [-1, inputs]), kernel)])[0]
+        sent = self._sent(inputs, outputs, x.shape[1:-axes])
+        result = self._multiply(tf.reshape(x, [-1, inputs]), kernel, sent)
         return tf.ensure_shape(
             tf.reshape(result, tf.concat([tf.shape(x)[:-axes], shape[axes:]], 0)),
             [*x.shape[:-axes], *shape[axes:]],
         )
 
-    def _multiply(self, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    def _sent(self, inputs: int, outputs: int, outer: Sequence[int | None]) -> int | None:
+        """Return the bytes that a replica sends if factors travel; None if they do not.
+
+        Args:
+            inputs: Number of values of a row of the input.
+            outputs: Number of values of a row of the result.
+            outer: Shape of an example's rows. It may be larger than the layer was built for.
+        """
+        group = self._step.group
+        if group is None or None in outer:
+            return None
+        rows = max(self._product.rows_per_example, math.prod(n for n in outer if n is not None))
+        product = dataclasses.replace(
+            self._product, inputs=inputs, outputs=outputs, rows_per_example=rows
+        )
+        if not factors_travel(product, self._examples, group.size):
+            return None
+        return product.exchanged(self._examples, group.size) * (group.size - 1) // group.size
+
+    def _multiply(self, x: tf.Tensor, kernel: tf.Tensor, sent: int | None) -> tf.Tensor:
         @tf.custom_gradient
         def multiply(x: tf.Tensor, kernel: tf.Tensor):
             def grad(dy: tf.Tensor):
                 received: list[tf.Tensor] = []
                 of_kernel = None
-                if self._travels and self._step.takes_rows and self._step.is_here():
-                    received = self._add_rows(x, dy)
+                if sent is not None and self._step.exchanges():
+                    received = self._add_rows(x, dy, sent)
                 else:
                     of_kernel = tf.matmul(x, dy, transpose_a=True)
                 # Without this order a replica may compute the gradients of all inputs first, while
@@ -229,13 +278,16 @@ class _ThinKernel(Kernel):
 
         return multiply(x, kernel)
 
-    def _add_rows(self, x: tf.Tensor, dy: tf.Tensor) -> list[tf.Tensor]:
+    def _add_rows(self, x: tf.Tensor, dy: tf.Tensor, sent: int) -> list[tf.Tensor]:
         """Note this replica's rows of the summed gradient; return what other replicas have sent."""
         before = self._step.rows.setdefault(id(self._variable), [])
         name = f"{self._name} {len(before)}"
         inputs, of_results = self._step.exchange(x, dy, name)
         assert self._step.group is not None
-        self._step.group.bytes[name] = self._sent
+        self._step.group.bytes[name] = sent
         own = tf.reshape(tf.matmul(inputs, of_results, transpose_a=True), [-1])
-        before.append(tf.cast(own, self._variable.value.dtype))
+        own = tf.cast(own, self._dtype)
+        if isinstance(factor := self._step.factor, float):  # not rounded to 16 bits
+            own = weighted([own], factor)[0]
+        before.append(own)
         return [inputs, of_results]

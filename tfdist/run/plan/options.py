@@ -72,6 +72,7 @@ class Needs:
             Then the memory of lookups is left out.
         updates_rows: Whether the optimizer updates only the rows of a table that a batch has used.
         products: Products in each of `units` whose kernels FSDP need not gather. Empty: none.
+        fused: Whether one kernel updates a variable, without copies of it.
     """
 
     weights: Sequence[int]
@@ -95,6 +96,7 @@ class Needs:
     table_rows: int | None = 0
     updates_rows: bool = False
     products: Sequence[Sequence[Product]] = ()
+    fused: bool = False
 
     @property
     def trainable(self) -> int:
@@ -356,12 +358,16 @@ def _fsdp(needs: Needs, devices: int) -> Option:
     whole = _without(needs.weights, needs.tables)  # weights that are gathered or multiplied
     updated = dataclasses.replace(needs, weights=whole) if needs.updates_rows else needs
     exchanged = (needs.table_rows or 0) * examples
+    # Gradients of kernels that are not gathered are complete in the backward pass, and a kernel
+    # updates by them at once, without the copies that an optimizer may compute.
+    of_kernels = [p.kernel_bytes for p in products if p.trained and needs.fused]
+    computed = dataclasses.replace(updated, weights=_without(updated.weights, of_kernels))
     # The three layers are the weights of the layer in use and of the next, and a layer's gradients.
     peak = (
         resident
         + _part(updated, devices)
         + 3 * max(units, default=0)
-        + _step(updated, devices, devices)
+        + _step(computed, devices, devices)
         + BYTES_OF_LOOKUP * exchanged
         + 2 * max(of_products, default=0)  # what is sent, and what comes
     )
@@ -464,11 +470,12 @@ def _shards(variables: Sequence[int], devices: int) -> int:
     return sum(-(-count // devices) for count in variables)
 
 
-def _without(weights: Sequence[int], tables: Sequence[int]) -> list[int]:
-    """Return the bytes of weights that are not tables."""
+def _without(weights: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Return the bytes of weights that are not among others; those may have one twice."""
     rest = list(weights)
-    for table in tables:
-        rest.remove(table)
+    for each in others:
+        if each in rest:
+            rest.remove(each)
     return rest
 
 

@@ -90,6 +90,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
     import tensorflow as tf
 
     from tfdist.data.batch_rows import count_rows
+    from tfdist.keras_compat import fused_updates
     from tfdist.parallel import deferred
     from tfdist.parallel.sharding import fsdp, fsdp_products, fsdp_unit, global_norm
     from tfdist.run import build, input_pipeline
@@ -143,6 +144,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
         frozen_tables=[_bytes([v]) for layer in tables for v in layer.non_trainable_weights],
         table_rows=_table_rows(model, tables),
         updates_rows=fsdp.updates_rows(optimizer, sync.Gradients()),
+        fused=fused_updates.has_kernel(inner),
     )
 
 

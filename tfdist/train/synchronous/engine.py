@@ -34,6 +34,7 @@ from tfdist.keras_compat import (
     ops_are_deterministic,
     unchanged_by_saving,
 )
+from tfdist.keras_compat.parallel import applies_as_keras
 from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
@@ -846,9 +847,13 @@ class Engine(Hooks):
             batches.append((validation, call["validation_batch_size"] or call["batch_size"]))
         rows = [n for n in (rows_of_batches(*each) for each in batches) if n]
         most = max(rows) if rows and not self._own_batches else None
+        if not isinstance(_holder(model), FSDP) and "epochs" in call:  # training depends on its own
+            own = rows_of_batches(*batches[0])
+            self._examples = (
+                -(-own // self.placement.replicas) if own and not self._own_batches else None
+            )
         if isinstance(holder := _holder(model), FSDP):
             return {"batch_per_replica of fsdp": holder.expect_batch(most) or -1}
-        self._examples = most and -(-most // self.placement.replicas)
         return {"rows of a batch": self._examples or -1}
 
     def thin_products(self, model: keras.Model) -> contextlib.AbstractContextManager:
@@ -862,7 +867,8 @@ class Engine(Hooks):
         if isinstance(exchange, FSDP):  # computes its products itself
             return contextlib.nullcontext()
         own_step = getattr(model.train_step, "__func__", None) is keras.Model.train_step
-        group = exchange.group_of_factors() if self.transport is not None and own_step else None
+        known = own_step and applies_as_keras(model.optimizer)
+        group = exchange.group_of_factors() if self.transport is not None and known else None
         return thin_products(model, self._examples, group, exchange.policy)
 
     def _check(self, model: keras.Model) -> None:

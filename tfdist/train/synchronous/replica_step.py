@@ -33,6 +33,7 @@ from tfdist.keras_compat.global_generator import SEED_STRIDE
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
+from tfdist.parallel.sharding.thin_products import taking_gradients
 from tfdist.train.synchronous.feed import Batch, replica_rows
 from tfdist.train.synchronous.gathered_metrics import is_gathered
 
@@ -132,7 +133,8 @@ def gradient(
         for x in tf.nest.flatten(target):
             if isinstance(x, tf.Tensor) and x.shape.rank and x.shape.num_elements() != 1:
                 _warn_of_sum(str(x.shape))
-    return tf_method(tape, target, sources, output_gradients, *args, **kwargs)
+    with taking_gradients():
+        return tf_method(tape, target, sources, output_gradients, *args, **kwargs)
 
 
 @functools.cache  # once for each shape

@@ -83,7 +83,8 @@ class GraphTimestamps:
 
     def after_sum(self, local: int, sums: list) -> None:
         """Record the time when the sums of the gradients are available."""
-        if parts := _tensors(sums):
+        # Without gradients of its own, a replica has sent none.
+        if (parts := _tensors(sums)) and self._replicas[local].sums:
             self._replicas[local].sums[-1] = self._read(parts)
 
     @contextlib.contextmanager

@@ -113,6 +113,9 @@ def test_kernels_stay_in_parts_under_fsdp_where_rows_are_fewer_bytes():
     assert fsdp.peak == fsdp.resident + (10 + 3 * 10 + 8 + 5 + 2 * rows) * MEGA
     # The two other layers are the last ones: gathered once. Gradients once; rows twice.
     assert fsdp.sent == (20 + 20 + 2 * 2 * rows) * MEGA * 3 / 4
+    # A kernel of TensorFlow computes no copies. Two others of 10 MB are not such products.
+    fused = options_by_name(4, dataclasses.replace(needs, fused=True))["FSDP (ZeRO-3)"]
+    assert fused.peak == fsdp.peak
     many = options_by_name(4, dataclasses.replace(needs, rows=32_000))["FSDP (ZeRO-3)"]
     assert (many.sent, many.why) == ((90 - 15) * MEGA, "forward is computed twice")
     frozen = dataclasses.replace(kernel, trained=False)
@@ -126,6 +129,8 @@ def test_kernels_stay_in_parts_under_fsdp_where_rows_are_fewer_bytes():
     )
     option = options_by_name(4, needs)["FSDP (ZeRO-3)"]
     assert option.sent == 4 * 2 * rows * MEGA * 3 / 4
+    fused = options_by_name(4, dataclasses.replace(needs, fused=True))["FSDP (ZeRO-3)"]
+    assert fused.peak == option.peak - 2 * 10 * MEGA // 4
     assert option.why == "rows of the batch travel, not large kernels"
 
 
