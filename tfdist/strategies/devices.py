@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import runtime_initialized
 from tfdist.runtime import startup_lines
+from tfdist.runtime.cpu_allocator import keep_memory
 from tfdist.runtime.determinism import enable_deterministic_segment_reductions
 
 Devices = int | str | Sequence[str] | None
@@ -32,6 +33,7 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         ValueError: If a name is no device of this machine, or TensorFlow has started and can no
             longer be configured.
     """
+    keep_memory()
     startup_lines.find_devices(tf)
     names = parse(devices, len(logical_devices("GPU")))
     if any(name.startswith("/gpu") for name in names):

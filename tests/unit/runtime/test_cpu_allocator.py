@@ -1,0 +1,63 @@
+"""Test that memory of large tensors on CPUs is kept for the next ones."""
+
+import os
+import sys
+
+import pytest
+
+from tfdist.runtime import cpu_allocator
+from tfdist.runtime.cpu_allocator import KEEP_MEMORY, LIMIT
+from tfdist.runtime.resource_limits import memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator is Linux'")
+
+FAULTS = """
+import os, resource, sys
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # TensorFlow's default on CPUs without AVX512-VNNI
+assert "tensorflow" not in sys.modules
+import tensorflow as tf
+import tfdist
+
+with tfdist.make_strategy("one_device", devices="cpu").scope():
+    x = tf.ones([2**24])
+    for _ in range(3):
+        x + 1.0  # 64 MiB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        x + 1.0
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    for name in (KEEP_MEMORY, LIMIT):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+
+def test_large_tensors_cause_no_page_faults(run_python):
+    done = run_python(FAULTS)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2**26 / os.sysconf("SC_PAGE_SIZE") / 10
+
+
+def test_the_users_choice_stays(monkeypatch):
+    monkeypatch.setenv(KEEP_MEMORY, "0")
+    cpu_allocator.keep_memory()
+    assert (os.environ[KEEP_MEMORY], LIMIT in os.environ) == ("0", False)
+    monkeypatch.delenv(KEEP_MEMORY)
+    monkeypatch.setenv(LIMIT, "100")
+    cpu_allocator.keep_memory()
+    assert (os.environ[KEEP_MEMORY], os.environ[LIMIT]) == ("1", "100")
+
+
+def test_tensors_may_take_all_memory():
+    cpu_allocator.keep_memory()
+    assert int(os.environ[LIMIT]) == memory()[1] >> 20
+
+
+def test_nothing_is_set_where_the_memory_is_unknown(monkeypatch):
+    monkeypatch.setattr(cpu_allocator, "memory", lambda: (None, None))
+    cpu_allocator.keep_memory()
+    assert KEEP_MEMORY not in os.environ
