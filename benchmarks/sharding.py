@@ -182,7 +182,7 @@ def report(results: dict, verdicts: list[dict], facts: dict) -> str:
         ),
         (
             'no block here, as the rows of the batch are fewer bytes. That of "gathered" and '
-            '"kept" was told of larger batches. Seconds: the quickest step of the slowest'
+            '"kept" does not know the batch. Seconds: the quickest step of the slowest'
         ),
         (
             "process; median over the rounds (min..max). Processes share two cores: so steps of 4 "

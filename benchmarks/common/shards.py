@@ -57,9 +57,7 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         if job.way.startswith("fsdp"):
             with deferred():
                 model = _model(keras, job)
-            # So many rows would be more bytes than the kernels.
-            rows = None if job.way == "fsdp" else job.width
-            fsdp(model, reshard_after_forward=job.way != "fsdp, kept", batch_per_replica=rows)
+            fsdp(model, reshard_after_forward=job.way != "fsdp, kept")
         else:
             model = _model(keras, job)
             optimizer = (
@@ -82,9 +80,10 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
         x = rng.normal(size=(job.batch * (steps + 1), job.width)).astype("float32")
         y = rng.integers(0, CLASSES, len(x))
         recorder = StepRecorder()
-        losses = model.fit(
-            x, y, batch_size=job.batch, shuffle=False, verbose=0, callbacks=[recorder]
-        ).history["loss"]
+        data: dict[str, Any] = {"x": x, "y": y, "batch_size": job.batch, "shuffle": False}
+        if job.way in ("fsdp, gathered", "fsdp, kept"):  # kernels are gathered for unknown batches
+            data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(job.batch)}
+        losses = model.fit(**data, verbose=0, callbacks=[recorder]).history["loss"]
         peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
         return {
             "resident": recorder.resident,

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat import local_update
+from tfdist.keras_compat import device_type, local_update
 from tfdist.keras_compat.parallel import (
     Sharded,
     as_shards,
@@ -221,6 +221,7 @@ class FSDP(Store):
                 lambda: self.check_xla(self._model),
                 lambda: self.placement.local_replicas == 1 or self.in_step(),
                 lambda: self._batch_per_replica or self._batch_of_data,
+                device_type(strategy) == "CPU",
             )
             self._units.append(unit)
 

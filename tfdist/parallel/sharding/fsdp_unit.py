@@ -26,7 +26,7 @@ from tfdist.keras_compat import parallel as compat
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.pipeline_parallel.schedule import layers_kept
-from tfdist.parallel.sharding import fsdp_products, product_costs
+from tfdist.parallel.sharding import few_rows, fsdp_products, product_costs
 from tfdist.parallel.sharding.all_gather import Gathering, own_parts
 
 
@@ -126,6 +126,7 @@ class Unit:
         in_replica: Function that returns whether the caller computes for one replica.
         batch_per_replica: Function that returns the number of examples that a replica has in a
             step; None if it is unknown.
+        multiplies_few_rows: Whether products of few rows are computed as CPUs are fast at.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Unit:
         check: Callable[[], None],
         in_replica: Callable[[], bool],
         batch_per_replica: Callable[[], int | None],
+        multiplies_few_rows: bool,
     ):
         self._layer = layer
         self._name = name
@@ -149,6 +151,7 @@ class Unit:
         self._check = check
         self._in_replica = in_replica
         self._batch_per_replica = batch_per_replica
+        self._multiplies_few_rows = multiplies_few_rows
         self._keras_call = layer.call
         self.list_weights()
         layer.call = self._call
@@ -197,9 +200,25 @@ class Unit:
             whole = self._gathering.gather_with_gradient(
                 gathered, name, gates, self._layer.compute_dtype
             )
-            values |= {id(v): x for v, x in zip(gathered, whole, strict=True)}
+            values |= self._whole_values(gathered, whole)
         with compat.replaced_shards(values):
             return self._keras_call(*args, **kwargs)
+
+    def _whole_values(
+        self, variables: Sequence[Sharded], whole: Sequence[tf.Tensor]
+    ) -> dict[int, Any]:
+        """Return the values of gathered variables by their id, for `replaced_shards`."""
+        values: dict[int, Any] = {id(v): x for v, x in zip(variables, whole, strict=True)}
+        if self._multiplies_few_rows and not tf.executing_eagerly():
+            with compat.without_autocast():
+                products = fsdp_products.products_of(self._layer, 1)
+            for v in variables:
+                few = id(v) in products and few_rows.are_few(
+                    products[id(v)], self._batch_per_replica()
+                )
+                if few is not False:
+                    values[id(v)] = few_rows.WholeKernel(values[id(v)], few)
+        return values
 
     def _kernels(self) -> dict[int, int]:
         """Return the kernels that are not gathered, by their id.
@@ -338,7 +357,7 @@ class Unit:
         before_call = [scope.get_current_value(v) for v in others]
         with (
             compat.in_context(call_context),
-            compat.replaced_shards({id(v): x for v, x in zip(self._weights, whole, strict=True)}),
+            compat.replaced_shards(self._whole_values(self._weights, whole)),
             scope,
         ):
             outputs = self._keras_call(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""Products of large kernels and few rows on CPUs, and gradients from all replicas' rows.
-
-TensorFlow reads a kernel against its order for the gradients of a layer's inputs. For few rows, the
-transposed product takes a half to a seventh of the time.
+"""Products of large kernels and few rows in a step, and gradients from all replicas' rows.
 
 The gradient of a kernel is the product of two factors: the rows of the inputs, and those of the
 gradients of the results. Where they are fewer bytes than the kernel, replicas exchange them
@@ -24,19 +21,19 @@ import tensorflow as tf
 from tfdist.keras_compat.parallel import Kernel, multiplied_by
 from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import Weight, weighted
-from tfdist.parallel.sharding.fsdp_products import gradient_of_inputs, products_of
+from tfdist.parallel.sharding.few_rows import are_few, gradient_of_inputs, multiply_in_rows
+from tfdist.parallel.sharding.fsdp_products import products_of
 from tfdist.parallel.sharding.fsdp_unit import layers_of
 from tfdist.parallel.sharding.global_norm import scale
 from tfdist.parallel.sharding.product_costs import Product, factors_travel
 from tfdist.sync import Gradients
 
-_MAX_ROWS = 128  # of an input; with more, both products take the same time
 _thread = threading.local()
 
 
 @contextlib.contextmanager
 def thin_products(
-    model: keras.Model, examples: int, group: Group | None, policy: Gradients
+    model: keras.Model, examples: int | None, group: Group | None, policy: Gradients
 ) -> Iterator[None]:
     """Compute the products of large kernels and few rows, in a step traced in the context.
 
@@ -47,9 +44,9 @@ def thin_products(
 
     Args:
         model: Built and compiled model.
-        examples: Number of examples of a replica, at most; equal in all processes.
+        examples: Number of examples of a replica, at most; equal in all processes. None: unknown.
         group: All replicas, with native collectives, to exchange rows; None for gradients of each
-            replica's own rows.
+            replica's own rows. Rows of an unknown number are not exchanged.
         policy: Gradient policy, for the weights of the replicas.
     """
     # In eager mode, replicas may be in different branches.
@@ -126,9 +123,9 @@ def _rows_after_scaling(optimizer: keras.optimizers.Optimizer, step: _Step) -> I
 
 
 def _chosen(
-    model: keras.Model, examples: int, replicas: int
+    model: keras.Model, examples: int | None, replicas: int
 ) -> list[tuple[keras.Variable, Product]]:
-    """Return the kernels that few rows are multiplied with, in the order of their layers."""
+    """Return the kernels that few rows may be multiplied with, in the order of their layers."""
     weights = {id(v): v for v in model.trainable_variables}
     products: dict[int, Product] = {}
     for layer in layers_of(model):
@@ -136,8 +133,8 @@ def _chosen(
     return [
         (weights[key], product)
         for key, product in products.items()
-        if product.rows_per_example * examples <= _MAX_ROWS
-        or factors_travel(product, examples, replicas)
+        if are_few(product, examples) is not False
+        or (examples and factors_travel(product, examples, replicas))
     ]
 
 
@@ -213,11 +210,16 @@ class _ThinKernel(Kernel):
         step: The step.
         name: Name of the kernel's collectives.
         product: The product, with the rows that its layer is built for.
-        examples: Number of examples of a replica, at most.
+        examples: Number of examples of a replica, at most; None if it is unknown.
     """
 
     def __init__(
-        self, variable: keras.Variable, step: _Step, name: str, product: Product, examples: int
+        self,
+        variable: keras.Variable,
+        step: _Step,
+        name: str,
+        product: Product,
+        examples: int | None,
     ):
         self._variable = variable
         self._dtype = tf.as_dtype(variable.dtype)  # outside of layers, in which it is that of x
@@ -233,33 +235,37 @@ class _ThinKernel(Kernel):
         shape = tuple(self._variable.shape)
         inputs, outputs = math.prod(shape[:axes]), math.prod(shape[axes:])
         kernel = tf.reshape(tf.convert_to_tensor(self._variable), [inputs, outputs])
-        sent = self._sent(inputs, outputs, x.shape[1:-axes])
-        result = self._multiply(tf.reshape(x, [-1, inputs]), kernel, sent)
-        return tf.ensure_shape(
-            tf.reshape(result, tf.concat([tf.shape(x)[:-axes], shape[axes:]], 0)),
-            [*x.shape[:-axes], *shape[axes:]],
-        )
+        product = self._product_of(inputs, outputs, x.shape[1:-axes])
+        return multiply_in_rows(x, shape, axes, lambda rows: self._multiply(rows, kernel, product))
 
-    def _sent(self, inputs: int, outputs: int, outer: Sequence[int | None]) -> int | None:
-        """Return the bytes that a replica sends if factors travel; None if they do not.
+    def _product_of(self, inputs: int, outputs: int, outer: Sequence[int | None]) -> Product | None:
+        """Describe the product of one call; None if the number of rows is unknown.
 
         Args:
             inputs: Number of values of a row of the input.
             outputs: Number of values of a row of the result.
             outer: Shape of an example's rows. It may be larger than the layer was built for.
         """
-        group = self._step.group
-        if group is None or None in outer:
+        if None in outer:
             return None
         rows = max(self._product.rows_per_example, math.prod(n for n in outer if n is not None))
-        product = dataclasses.replace(
+        return dataclasses.replace(
             self._product, inputs=inputs, outputs=outputs, rows_per_example=rows
         )
-        if not factors_travel(product, self._examples, group.size):
-            return None
-        return product.exchanged(self._examples, group.size) * (group.size - 1) // group.size
 
-    def _multiply(self, x: tf.Tensor, kernel: tf.Tensor, sent: int | None) -> tf.Tensor:
+    def _sent(self, product: Product | None) -> int | None:
+        """Return the bytes that a replica sends if factors travel; None if they do not."""
+        group, examples = self._step.group, self._examples
+        if group is None or product is None or examples is None:
+            return None
+        if not factors_travel(product, examples, group.size):
+            return None
+        return product.exchanged(examples, group.size) * (group.size - 1) // group.size
+
+    def _multiply(self, x: tf.Tensor, kernel: tf.Tensor, product: Product | None) -> tf.Tensor:
+        sent = self._sent(product)
+        few = None if product is None else are_few(product, self._examples)
+
         @tf.custom_gradient
         def multiply(x: tf.Tensor, kernel: tf.Tensor):
             def grad(dy: tf.Tensor):
@@ -272,7 +278,7 @@ class _ThinKernel(Kernel):
                 # Without this order a replica may compute the gradients of all inputs first, while
                 # another one waits for it in the exchange.
                 with tf.control_dependencies(received):
-                    return gradient_of_inputs(dy, kernel), of_kernel
+                    return gradient_of_inputs(dy, kernel, few), of_kernel
 
             return tf.matmul(x, kernel), grad
 

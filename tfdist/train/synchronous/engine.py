@@ -842,18 +842,19 @@ class Engine(Hooks):
         Returns:
             What must be equal on all workers, whose graphs depend on it.
         """
-        batches = [(call["x"], call["batch_size"])]
+        own = rows_of_batches(call["x"], call["batch_size"])
+        others = None
         if (validation := call.get("validation_data")) is not None:
-            batches.append((validation, call["validation_batch_size"] or call["batch_size"]))
-        rows = [n for n in (rows_of_batches(*each) for each in batches) if n]
-        most = max(rows) if rows and not self._own_batches else None
-        if not isinstance(_holder(model), FSDP) and "epochs" in call:  # training depends on its own
-            own = rows_of_batches(*batches[0])
-            self._examples = (
-                -(-own // self.placement.replicas) if own and not self._own_batches else None
+            others = rows_of_batches(
+                validation, call["validation_batch_size"] or call["batch_size"]
             )
+        if self._own_batches:
+            own = others = None
         if isinstance(holder := _holder(model), FSDP):
+            most = max(own or 0, others or 0) or None
             return {"batch_per_replica of fsdp": holder.expect_batch(most) or -1}
+        if "epochs" in call:  # of `fit`: training depends on its own data only
+            self._examples = -(-own // self.placement.replicas) if own else None
         return {"rows of a batch": self._examples or -1}
 
     def thin_products(self, model: keras.Model) -> contextlib.AbstractContextManager:
@@ -862,12 +863,11 @@ class Engine(Hooks):
         Native collectives take tensors of any number of rows.
         """
         exchange = self.exchange_of(model)
-        if self._examples is None or device_type(self._strategy) != "CPU":
-            return contextlib.nullcontext()
-        if isinstance(exchange, FSDP):  # computes its products itself
+        # FSDP computes its products itself.
+        if device_type(self._strategy) != "CPU" or isinstance(exchange, FSDP):
             return contextlib.nullcontext()
         own_step = getattr(model.train_step, "__func__", None) is keras.Model.train_step
-        known = own_step and applies_as_keras(model.optimizer)
+        known = self._examples is not None and own_step and applies_as_keras(model.optimizer)
         group = exchange.group_of_factors() if self.transport is not None and known else None
         return thin_products(model, self._examples, group, exchange.policy)
 

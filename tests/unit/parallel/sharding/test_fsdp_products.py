@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.parallel import fsdp
-from tfdist.parallel.sharding import fsdp_products
+from tfdist.parallel.sharding import few_rows, fsdp_products
 from tfdist.parallel.sharding.fsdp_products import products_of
 from tfdist.parallel.sharding.product_costs import Product
 
@@ -122,6 +122,27 @@ def test_training_equals_that_of_whole_kernels(mirrored, layers, kept):
     assert_close(numbers, expected)
     assert sent_by_products(shards)
     assert not sent_by_products(gathered)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_gathered_kernels_are_multiplied_by_few_rows(mirrored, monkeypatch, policy, kept):
+    tolerance = 5e-6 if policy == "float32" else 0.05
+    expected, _ = trained(mirrored, lambda: [Block()], policy, many=True)
+    monkeypatch.setattr(few_rows, "MAX_ROWS", 10 * MANY)
+    few = []
+    product = few_rows.WholeKernel.product
+
+    def noted(self, x, axes):
+        few.append(self._few)
+        return product(self, x, axes)
+
+    monkeypatch.setattr(few_rows.WholeKernel, "product", noted)
+    numbers, _ = trained(
+        mirrored, lambda: [Block()], policy, many=True, reshard_after_forward=not kept
+    )
+    assert set(few) == {True}
+    assert_close(numbers, expected, tolerance)
 
 
 def test_a_kernel_is_gathered_where_its_layer_is_called_in_a_branch(mirrored):

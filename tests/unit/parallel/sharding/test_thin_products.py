@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.keras_compat.parallel import kernel_of
-from tfdist.parallel.sharding import fsdp_products, thin_products
-from tfdist.parallel.sharding.fsdp_products import gradient_of_inputs
+from tfdist.parallel.sharding import few_rows, fsdp_products, thin_products
 
 ROWS = 21  # of which the last batch of 8 has five
 
@@ -79,7 +78,7 @@ class OwnStep(keras.Model):
         return super().train_step(data)
 
 
-def trained(strategy, kind=keras.Model, policy="float32", batch_size=8):
+def trained(strategy, kind=keras.Model, policy="float32", told=True):
     random = np.random.default_rng(0)
     x = random.normal(size=(ROWS, 4, 16)).astype("float32")
     y = random.normal(size=(ROWS, 3)).astype("float32")
@@ -95,7 +94,10 @@ def trained(strategy, kind=keras.Model, policy="float32", batch_size=8):
             model.compile("adam", "mse")
     finally:
         keras.mixed_precision.set_dtype_policy(before)
-    losses = model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    data = {"x": x, "y": y, "batch_size": 8}
+    if not told:
+        data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(8)}
+    losses = model.fit(**data, epochs=2, shuffle=False, verbose=0)
     return [losses.history["loss"], *model.get_weights()]
 
 
@@ -124,13 +126,24 @@ def test_kernels_of_mixed_precision(monkeypatch, products, one_device):
 
 def test_many_rows_are_multiplied_as_by_keras(monkeypatch, products, one_device):
     # A sequence of 4: each example has 4 rows, but for the layers after Flatten.
-    monkeypatch.setattr(thin_products, "_MAX_ROWS", 8)
+    monkeypatch.setattr(few_rows, "MAX_ROWS", 8)
     trained(one_device)
     assert set(products) == {"dense/kernel", "last/kernel"}
     products.clear()
-    monkeypatch.setattr(thin_products, "_MAX_ROWS", 7)
+    monkeypatch.setattr(few_rows, "MAX_ROWS", 7)
     trained(one_device)
     assert not products
+
+
+@pytest.mark.parametrize("most", [0, 4 * 5, 4 * 8])
+def test_a_step_decides_where_the_data_do_not_tell_the_rows(monkeypatch, products, mirrored, most):
+    # The last batch has 5 rows, of which one replica has 3.
+    monkeypatch.setattr(few_rows, "MAX_ROWS", most)
+    numbers = trained(mirrored, told=False)
+    assert bool(products) == (most > 0)
+    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 10**9)
+    for value, other in zip(numbers, trained(mirrored, told=False), strict=True):
+        np.testing.assert_allclose(value, other, atol=5e-6)
 
 
 def test_nothing_of_a_step_remains(one_device):
@@ -143,8 +156,10 @@ def test_nothing_of_a_step_remains(one_device):
     assert thin_products.take_rows(model.trainable_variables) == {}
 
 
-def test_the_gradient_of_inputs_is_that_of_tensorflow():
+@pytest.mark.parametrize("few", [True, False, None])
+def test_the_gradient_of_inputs_is_that_of_tensorflow(few):
     random = np.random.default_rng(0)
     dy, kernel = (tf.constant(random.normal(size=shape)) for shape in ((3, 5), (7, 5)))
     expected = tf.matmul(dy, kernel, transpose_b=True)
-    np.testing.assert_allclose(gradient_of_inputs(dy, kernel), expected, rtol=1e-12)
+    found = few_rows.gradient_of_inputs(dy, kernel, few)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
