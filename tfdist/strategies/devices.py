@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import runtime_initialized
 from tfdist.runtime import startup_lines
-from tfdist.runtime.cpu_allocator import keep_memory
+from tfdist.runtime.cpu_settings import keep_memory
 from tfdist.runtime.determinism import enable_deterministic_segment_reductions
 
 Devices = int | str | Sequence[str] | None

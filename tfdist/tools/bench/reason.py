@@ -11,6 +11,7 @@ from tfdist.tools.bench.results import Setup
 
 GOOD = 0.95  # efficiency at or above which no cause is reported
 NARROWED = 1e6  # bytes of gradients from which fewer bytes make a sum notably faster
+LARGE = 20e6  # bytes of gradients from which a division of the weights is worth a trial
 UNEVEN = 1.1  # ratio to the other workers' mean work from which a worker is a straggler
 SHORT = {
     "input": "waiting for input",
@@ -37,6 +38,8 @@ class Facts:
         communication: Collectives between workers, as in `make_strategy`. Default: "auto".
         comm_dtype: Data type of the tensors that are sent; None: that of the gradients.
         sync: Kind of synchronization policy, as in the config. Default: "gradients".
+        zero: Stage of ZeRO, as in the config. Default: 0.
+        onednn: Whether TensorFlow uses oneDNN on this CPU. Default: True.
     """
 
     cores: int
@@ -47,6 +50,8 @@ class Facts:
     communication: str = "auto"
     comm_dtype: str | None = None
     sync: str = "gradients"
+    zero: int = 0
+    onednn: bool = True
 
 
 def reason(setup: Setup, alone: Setup | None, facts: Facts) -> str:
@@ -212,9 +217,11 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
         )
         return f": {format_bytes(sent)} a step {speed_text}; {_sync_remedy(setup, facts)}"
     if part == "update":
+        if facts.zero or facts.sync != "gradients":
+            return f": {times}; a larger batch would help, as it comes once a step"
         return (
             f", which each replica does in full: {times}; a larger batch would help, as it comes "
-            "once a step"
+            "once a step (so would parallel.zero=1, in which each replica updates a part)"
         )
     if part == "host":
         return f": {times}; {_host_remedy(facts)} would help"
@@ -236,6 +243,11 @@ def _sync_remedy(setup: Setup, facts: Facts) -> str:
         others.append("local SGD")
     also = f" (so would {' or '.join(others)}, see docs/sync.md)" if others else ""
     larger = f"a larger batch would help, as the sum stays as large{also}"
+    if setup.bytes >= LARGE and facts.sync == "gradients" and not facts.zero:
+        larger += (
+            "; if most weights are in Dense or EinsumDense layers, try parallel.zero=3, which "
+            "sends rows of small batches instead (docs/sharding.md)"
+        )
     if setup.workers > 1 and facts.on_cpu and facts.communication == "ring":
         return (
             f'strategy.communication="native" would help, whose sums are faster on CPUs; {larger}'
@@ -313,9 +325,14 @@ def _compute(setup: Setup, facts: Facts, times: str, share: float) -> str:
 
 
 def _alone(part: str, share: float, facts: Facts) -> str:
-    """Return a remedy for one replica whose step is mostly input or host overhead."""
+    """Return a remedy for one replica by the largest part of its step, if there is one."""
     if part == "input" and share > 0.2:
         return f"; {_input_remedy(facts)} would help"
     if part == "host" and share > 0.2:
         return f"; {_host_remedy(facts)} would help"
+    if part == "forward_backward" and facts.on_cpu and not facts.onednn:
+        return (
+            "; TensorFlow does not use oneDNN on this CPU, and TF_ENABLE_ONEDNN_OPTS=1 may be "
+            "faster (docs/performance.md)"
+        )
     return ""

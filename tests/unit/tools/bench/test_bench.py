@@ -248,18 +248,39 @@ def test_remedies_follow_the_config():
     )
 
 
+def test_updates_are_divided_only_once():
+    slow = setup(rates=6400, step_breakdown=parts(**{**IDEAL, "update": 5.5}))
+    assert "(so would parallel.zero=1" in sentence(slow, Facts(cores=2))
+    for facts in (Facts(cores=2, zero=2), Facts(cores=2, sync="diloco")):
+        assert "zero" not in sentence(slow, facts)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_one_replica_is_told_of_onednn(onednn):
+    alone = setup("one_device", replicas=1, step_breakdown=parts(forward_backward=9, update=1))
+    text = reason(alone, alone, Facts(cores=2, onednn=onednn))
+    assert ("TF_ENABLE_ONEDNN_OPTS=1" in text) == (not onednn)
+    assert "ONEDNN" not in reason(alone, alone, Facts(cores=2, on_cpu=False, onednn=onednn))
+
+
 RING = {"communication": "ring"}
 
 
 @pytest.mark.parametrize(
     ("size", "workers", "facts", "remedies"),
     [
-        (50_000_000, 2, RING, ("native", "larger", "bfloat16", "local SGD")),
+        (50_000_000, 2, RING, ("native", "larger", "bfloat16", "local SGD", "zero=3")),
         (200_000, 2, RING, ("native", "larger", "local SGD")),
-        (50_000_000, 1, RING, ("larger", "bfloat16", "local SGD")),
-        (50_000_000, 2, RING | {"on_cpu": False}, ("larger", "bfloat16", "local SGD")),
-        (50_000_000, 2, {}, ("larger", "bfloat16", "local SGD")),
-        (50_000_000, 2, RING | {"comm_dtype": "bfloat16"}, ("native", "larger", "local SGD")),
+        (50_000_000, 1, RING, ("larger", "bfloat16", "local SGD", "zero=3")),
+        (50_000_000, 2, RING | {"on_cpu": False}, ("larger", "bfloat16", "local SGD", "zero=3")),
+        (50_000_000, 2, {}, ("larger", "bfloat16", "local SGD", "zero=3")),
+        (50_000_000, 2, {"zero": 1}, ("larger", "bfloat16", "local SGD")),
+        (
+            50_000_000,
+            2,
+            RING | {"comm_dtype": "bfloat16"},
+            ("native", "larger", "local SGD", "zero=3"),
+        ),
         (50_000_000, 2, RING | {"sync": "local_sgd"}, ("native", "larger", "bfloat16")),
     ],
 )
@@ -271,7 +292,7 @@ def test_remedies_of_slow_sums_are_not_in_use_yet(size, workers, facts, remedies
         step_breakdown=parts(**IDEAL, gradient_sync=60),
     )
     found = sentence(slow, Facts(cores=2, **facts))
-    every = ("native", "larger", "bfloat16", "local SGD")
+    every = ("native", "larger", "bfloat16", "local SGD", "zero=3")
     assert tuple(word for word in every if word in found) == remedies
     sent = "25 MB" if "comm_dtype" in facts else "50 MB" if size > 10**6 else "200 kB"
     assert sent in found

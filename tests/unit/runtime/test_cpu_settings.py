@@ -1,12 +1,12 @@
-"""Test that memory of large tensors on CPUs is kept for the next ones."""
+"""Test that memory of large tensors on CPUs is kept, and who is told of oneDNN."""
 
 import os
 import sys
 
 import pytest
 
-from tfdist.runtime import cpu_allocator
-from tfdist.runtime.cpu_allocator import KEEP_MEMORY, LIMIT
+from tfdist.runtime import cpu_settings
+from tfdist.runtime.cpu_settings import KEEP_MEMORY, LIMIT, ONEDNN, leaves_out_onednn
 from tfdist.runtime.resource_limits import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator is Linux'")
@@ -44,20 +44,39 @@ def test_large_tensors_cause_no_page_faults(run_python):
 
 def test_the_users_choice_stays(monkeypatch):
     monkeypatch.setenv(KEEP_MEMORY, "0")
-    cpu_allocator.keep_memory()
+    cpu_settings.keep_memory()
     assert (os.environ[KEEP_MEMORY], LIMIT in os.environ) == ("0", False)
     monkeypatch.delenv(KEEP_MEMORY)
     monkeypatch.setenv(LIMIT, "100")
-    cpu_allocator.keep_memory()
+    cpu_settings.keep_memory()
     assert (os.environ[KEEP_MEMORY], os.environ[LIMIT]) == ("1", "100")
 
 
 def test_tensors_may_take_all_memory():
-    cpu_allocator.keep_memory()
+    cpu_settings.keep_memory()
     assert int(os.environ[LIMIT]) == memory()[1] >> 20
 
 
 def test_nothing_is_set_where_the_memory_is_unknown(monkeypatch):
-    monkeypatch.setattr(cpu_allocator, "memory", lambda: (None, None))
-    cpu_allocator.keep_memory()
+    monkeypatch.setattr(cpu_settings, "memory", lambda: (None, None))
+    cpu_settings.keep_memory()
     assert KEEP_MEMORY not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("flags", "left_out"),
+    [
+        ("flags\t\t: fpu sse avx2 fma\n", True),
+        ("flags\t\t: fpu avx512_vnni\n", False),
+        ("Features\t: fp asimd\n", False),
+        (None, False),
+    ],
+)
+def test_onednn_depends_on_the_features_of_the_cpu(tmp_path, monkeypatch, flags, left_out):
+    monkeypatch.setenv(ONEDNN, "1")
+    path = tmp_path / "cpuinfo"
+    if flags is not None:
+        path.write_text(f"processor\t: 0\n{flags}\nprocessor\t: 1\n")
+    assert not leaves_out_onednn(path)
+    monkeypatch.delenv(ONEDNN)
+    assert leaves_out_onednn(path) == left_out
