@@ -316,7 +316,7 @@ class Kernel(abc.ABC):
 
 
 class KernelPart(Kernel):
-    """This replica's part of a sharded kernel, which `replaced_shards` may have for its value."""
+    """Sharded kernel in its parts or gathered, which `replaced_shards` may have for its value."""
 
     @abc.abstractmethod
     def whole(self) -> tf.Tensor:

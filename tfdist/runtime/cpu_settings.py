@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from tfdist.runtime.resource_limits import memory, read_text
 
 # TensorFlow reads both when it starts the devices of a process.
 KEEP_MEMORY = "TF_CPU_ALLOCATOR_USE_BFC"
-LIMIT = "TF_CPU_BFC_MEM_LIMIT_IN_MB"  # in MiB; TensorFlow's default is 64 GiB
+LIMIT = "TF_CPU_BFC_MEM_LIMIT_IN_MB"
+DEFAULT_LIMIT = 64 << 10  # TensorFlow's own, in MiB
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 # Features of an x86 CPU of which TensorFlow uses oneDNN where it has one (`DefaultOneDnnPolicy` in
 # TensorFlow's util/port.cc).
@@ -18,26 +18,28 @@ _FEATURES = {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "
 
 
 def keep_memory() -> None:
-    """Let TensorFlow keep the memory of tensors on this machine's CPUs, unless the user chose.
+    """Let TensorFlow keep the memory of tensors on CPUs on which it does not use oneDNN.
 
-    TensorFlow does so where it uses oneDNN, which it does on some CPUs only. Elsewhere the C
-    library returns each tensor of more than 32 MiB to the system: in each step the next one causes
-    a page fault for every 4 KiB, which takes longer than to compute it.
+    With oneDNN it does so by itself. Without it the C library returns each tensor of more than 32
+    MiB to the system: in each step the next one causes a page fault for every 4 KiB, which takes
+    longer than to compute it. A choice of the user stays.
     """
-    _, capacity = memory()
-    if sys.platform == "linux" and capacity is not None and KEEP_MEMORY not in os.environ:
+    if uses_onednn() is False and KEEP_MEMORY not in os.environ:
         os.environ[KEEP_MEMORY] = "1"
-        os.environ.setdefault(LIMIT, str(capacity >> 20))
+        # Regions of the allocator, which are powers of two, count whole. The system bounds what
+        # is used of them.
+        most = 4 * ((memory()[1] or 0) >> 20)
+        os.environ.setdefault(LIMIT, str(max(DEFAULT_LIMIT, most)))
 
 
-def leaves_out_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether TensorFlow does not use oneDNN on this CPU by default.
-
-    The answer is False if the user has chosen, or if the features of the CPU are unknown.
+def uses_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """Return whether TensorFlow uses oneDNN on this CPU; None if that is unknown.
 
     Args:
         cpuinfo: File in which Linux describes the CPUs.
     """
+    if ONEDNN in os.environ:
+        return os.environ[ONEDNN].strip().lower() in ("1", "true")
     lines = (line for line in read_text(cpuinfo).splitlines() if line.startswith("flags"))
     flags = set(next(lines, "").split())
-    return ONEDNN not in os.environ and bool(flags) and not flags & _FEATURES
+    return bool(flags & _FEATURES) if flags else None

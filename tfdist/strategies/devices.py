@@ -33,11 +33,12 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         ValueError: If a name is no device of this machine, or TensorFlow has started and can no
             longer be configured.
     """
-    keep_memory()
     startup_lines.find_devices(tf)
     names = parse(devices, len(logical_devices("GPU")))
     if any(name.startswith("/gpu") for name in names):
         enable_deterministic_segment_reductions()
+    else:
+        keep_memory()
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads: expected a positive number, received {threads}")

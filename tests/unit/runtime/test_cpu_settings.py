@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from tfdist.runtime import cpu_settings
-from tfdist.runtime.cpu_settings import KEEP_MEMORY, LIMIT, ONEDNN, leaves_out_onednn
-from tfdist.runtime.resource_limits import memory
+from tfdist.runtime.cpu_settings import KEEP_MEMORY, LIMIT, ONEDNN, keep_memory, uses_onednn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator is Linux'")
 
@@ -30,10 +29,11 @@ with tfdist.make_strategy("one_device", devices="cpu").scope():
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch):
+def without_onednn(monkeypatch):
     for name in (KEEP_MEMORY, LIMIT):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
+    monkeypatch.setenv(ONEDNN, "0")
 
 
 def test_large_tensors_cause_no_page_faults(run_python):
@@ -44,39 +44,45 @@ def test_large_tensors_cause_no_page_faults(run_python):
 
 def test_the_users_choice_stays(monkeypatch):
     monkeypatch.setenv(KEEP_MEMORY, "0")
-    cpu_settings.keep_memory()
+    keep_memory()
     assert (os.environ[KEEP_MEMORY], LIMIT in os.environ) == ("0", False)
     monkeypatch.delenv(KEEP_MEMORY)
     monkeypatch.setenv(LIMIT, "100")
-    cpu_settings.keep_memory()
+    keep_memory()
     assert (os.environ[KEEP_MEMORY], os.environ[LIMIT]) == ("1", "100")
 
 
-def test_tensors_may_take_all_memory():
-    cpu_settings.keep_memory()
-    assert int(os.environ[LIMIT]) == memory()[1] >> 20
+@pytest.mark.parametrize(
+    ("gib", "limit"), [(4, 64 << 10), (256, 1 << 20), (None, 64 << 10)], ids=str
+)
+def test_regions_of_the_allocator_may_be_larger_than_the_memory(monkeypatch, gib, limit):
+    monkeypatch.setattr(cpu_settings, "memory", lambda: (None, gib and gib << 30))
+    keep_memory()
+    assert os.environ[LIMIT] == str(limit)
 
 
-def test_nothing_is_set_where_the_memory_is_unknown(monkeypatch):
-    monkeypatch.setattr(cpu_settings, "memory", lambda: (None, None))
-    cpu_settings.keep_memory()
+@pytest.mark.parametrize("onednn", [True, None])
+def test_nothing_is_set_unless_onednn_is_left_out(monkeypatch, onednn):
+    monkeypatch.setattr(cpu_settings, "uses_onednn", lambda: onednn)
+    keep_memory()
     assert KEEP_MEMORY not in os.environ
 
 
 @pytest.mark.parametrize(
-    ("flags", "left_out"),
+    ("flags", "uses"),
     [
-        ("flags\t\t: fpu sse avx2 fma\n", True),
-        ("flags\t\t: fpu avx512_vnni\n", False),
-        ("Features\t: fp asimd\n", False),
-        (None, False),
+        ("flags\t\t: fpu sse avx2 fma\n", False),
+        ("flags\t\t: fpu avx512_vnni\n", True),
+        ("Features\t: fp asimd\n", None),
+        (None, None),
     ],
 )
-def test_onednn_depends_on_the_features_of_the_cpu(tmp_path, monkeypatch, flags, left_out):
-    monkeypatch.setenv(ONEDNN, "1")
+def test_onednn_depends_on_the_features_of_the_cpu(tmp_path, monkeypatch, flags, uses):
     path = tmp_path / "cpuinfo"
     if flags is not None:
         path.write_text(f"processor\t: 0\n{flags}\nprocessor\t: 1\n")
-    assert not leaves_out_onednn(path)
+    assert uses_onednn(path) is False
+    monkeypatch.setenv(ONEDNN, "true")
+    assert uses_onednn(path) is True
     monkeypatch.delenv(ONEDNN)
-    assert leaves_out_onednn(path) == left_out
+    assert uses_onednn(path) is uses

@@ -126,7 +126,7 @@ class Unit:
         in_replica: Function that returns whether the caller computes for one replica.
         batch_per_replica: Function that returns the number of examples that a replica has in a
             step; None if it is unknown.
-        multiplies_few_rows: Whether products of few rows are computed as CPUs are fast at.
+        multiplies_few_rows: Whether gathered kernels are multiplied as in `few_rows`.
     """
 
     def __init__(
@@ -212,12 +212,10 @@ class Unit:
         if self._multiplies_few_rows and not tf.executing_eagerly():
             with compat.without_autocast():
                 products = fsdp_products.products_of(self._layer, 1)
-            for v in variables:
-                few = id(v) in products and few_rows.are_few(
-                    products[id(v)], self._batch_per_replica()
-                )
-                if few is not False:
-                    values[id(v)] = few_rows.WholeKernel(values[id(v)], few)
+            batch = self._batch_per_replica()
+            for key, whole_kernel in values.items():
+                if key in products and few_rows.are_few(products[key], batch) is not False:
+                    values[key] = few_rows.WholeKernel(whole_kernel)
         return values
 
     def _kernels(self) -> dict[int, int]:

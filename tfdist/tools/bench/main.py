@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import tfdist
 from tfdist.runtime.command import COMMON_EXIT_CODES, Command, usage_errors
-from tfdist.runtime.cpu_settings import leaves_out_onednn
+from tfdist.runtime.cpu_settings import uses_onednn
 from tfdist.runtime.formatting import counted
 from tfdist.runtime.installed_packages import version_of
 from tfdist.runtime.launch_protocol import CONFIGURATION_CODE
@@ -89,7 +89,7 @@ def _bench(
             settings.sync.comm_dtype,
             settings.sync.kind,
             settings.parallel.zero,
-            not leaves_out_onednn(),
+            uses_onednn() is not False,
         )
         setups = tuple(
             dataclasses.replace(each, reason=reason(each, baseline(setups, each), facts))

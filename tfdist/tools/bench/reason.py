@@ -217,11 +217,11 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
         )
         return f": {format_bytes(sent)} a step {speed_text}; {_sync_remedy(setup, facts)}"
     if part == "update":
-        if facts.zero or facts.sync != "gradients":
+        if not _may_shard(setup, facts):
             return f": {times}; a larger batch would help, as it comes once a step"
         return (
             f", which each replica does in full: {times}; a larger batch would help, as it comes "
-            "once a step (so would parallel.zero=1, in which each replica updates a part)"
+            "once a step (so may parallel.zero=1, with which each replica updates a part)"
         )
     if part == "host":
         return f": {times}; {_host_remedy(facts)} would help"
@@ -243,7 +243,7 @@ def _sync_remedy(setup: Setup, facts: Facts) -> str:
         others.append("local SGD")
     also = f" (so would {' or '.join(others)}, see docs/sync.md)" if others else ""
     larger = f"a larger batch would help, as the sum stays as large{also}"
-    if setup.bytes >= LARGE and facts.sync == "gradients" and not facts.zero:
+    if setup.bytes >= LARGE and _may_shard(setup, facts):
         larger += (
             "; if most weights are in Dense or EinsumDense layers, try parallel.zero=3, which "
             "sends rows of small batches instead (docs/sharding.md)"
@@ -253,6 +253,12 @@ def _sync_remedy(setup: Setup, facts: Facts) -> str:
             f'strategy.communication="native" would help, whose sums are faster on CPUs; {larger}'
         )
     return larger
+
+
+def _may_shard(setup: Setup, facts: Facts) -> bool:
+    """Return whether ZeRO could divide the state of this setup, which is whole now."""
+    divided = facts.zero or facts.sync != "gradients"
+    return setup.replicas > 1 and setup.strategy != "central_storage" and not divided
 
 
 def _input_remedy(facts: Facts) -> str:

@@ -250,9 +250,12 @@ def test_remedies_follow_the_config():
 
 def test_updates_are_divided_only_once():
     slow = setup(rates=6400, step_breakdown=parts(**{**IDEAL, "update": 5.5}))
-    assert "(so would parallel.zero=1" in sentence(slow, Facts(cores=2))
+    assert "(so may parallel.zero=1" in sentence(slow, Facts(cores=2))
     for facts in (Facts(cores=2, zero=2), Facts(cores=2, sync="diloco")):
         assert "zero" not in sentence(slow, facts)
+    update = parts(**{**IDEAL, "update": 5.5})
+    central = setup("central_storage", rates=6400, step_breakdown=update)
+    assert "zero" not in sentence(central, Facts(cores=2))
 
 
 @pytest.mark.parametrize("onednn", [True, False])
