@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.keras_compat.parallel import Kernel, multiplied_by
 from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import Weight, weighted
-from tfdist.parallel.sharding.few_rows import are_few, gradient_of_inputs, multiply_in_rows
+from tfdist.parallel.sharding.few_rows import are_few, multiply, multiply_in_rows
 from tfdist.parallel.sharding.fsdp_products import products_of
 from tfdist.parallel.sharding.fsdp_unit import layers_of
 from tfdist.parallel.sharding.global_norm import scale
@@ -266,23 +266,12 @@ class _ThinKernel(Kernel):
         sent = self._sent(product)
         few = None if product is None else are_few(product, self._examples)
 
-        @tf.custom_gradient
-        def multiply(x: tf.Tensor, kernel: tf.Tensor):
-            def grad(dy: tf.Tensor):
-                received: list[tf.Tensor] = []
-                of_kernel = None
-                if sent is not None and self._step.exchanges():
-                    received = self._add_rows(x, dy, sent)
-                else:
-                    of_kernel = tf.matmul(x, dy, transpose_a=True)
-                # Without this order a replica may compute the gradients of all inputs first, while
-                # another one waits for it in the exchange.
-                with tf.control_dependencies(received):
-                    return gradient_of_inputs(dy, kernel, few), of_kernel
+        def exchange(x: tf.Tensor, dy: tf.Tensor) -> list[tf.Tensor] | None:
+            if sent is None or not self._step.exchanges():
+                return None
+            return self._add_rows(x, dy, sent)
 
-            return tf.matmul(x, kernel), grad
-
-        return multiply(x, kernel)
+        return multiply(x, kernel, few, exchange)
 
     def _add_rows(self, x: tf.Tensor, dy: tf.Tensor, sent: int) -> list[tf.Tensor]:
         """Note this replica's rows of the summed gradient; return what other replicas have sent."""

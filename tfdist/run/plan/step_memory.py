@@ -16,6 +16,7 @@ from tfdist import config, sync
 from tfdist.parallel.sharding.product_costs import Product
 from tfdist.run.plan.options import Needs, Stage
 from tfdist.runtime import subprocesses
+from tfdist.runtime.cpu_settings import KEEP_MEMORY, ONEDNN
 
 # Maximum rows of the larger of the two batches that are compared, because the planned batch may be
 # too large for this machine.
@@ -52,8 +53,7 @@ def measure(settings: config.Run, devices: int, timeout: float = 300.0) -> Needs
         __name__,
         question,
         timeout,
-        TF_CPU_ALLOCATOR_USE_BFC="true",
-        TF_ENABLE_ONEDNN_OPTS="1",  # without it TensorFlow does not count the memory of a CPU
+        **{KEEP_MEMORY: "1", ONEDNN: "1"},  # the same kernels, and so the same memory, on all CPUs
     )
     if "error" in answer or not answer:
         raise ValueError(
