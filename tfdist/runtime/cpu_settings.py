@@ -23,13 +23,21 @@ def keep_memory() -> None:
     With oneDNN it does so by itself. Without it the C library returns each tensor of more than 32
     MiB to the system: in each step the next one causes a page fault for every 4 KiB, which takes
     longer than to compute it. A choice of the user stays.
+
+    Raises:
+        ValueError: If the user's limit of this memory is no number, of which TensorFlow makes 0.
     """
     if uses_onednn() is False and KEEP_MEMORY not in os.environ:
-        os.environ[KEEP_MEMORY] = "1"
         # Regions of the allocator, which are powers of two, count whole. The system bounds what
         # is used of them.
         most = 4 * ((memory()[1] or 0) >> 20)
-        os.environ.setdefault(LIMIT, str(max(DEFAULT_LIMIT, most)))
+        limit = os.environ.setdefault(LIMIT, str(max(DEFAULT_LIMIT, most)))
+        if not limit.isdecimal() or not int(limit):
+            raise ValueError(
+                f"{LIMIT}: expected a number of MiB from 1 on, received {limit!r}. Correct or "
+                "remove this environment variable."
+            )
+        os.environ[KEEP_MEMORY] = "1"
 
 
 def uses_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:

@@ -52,6 +52,15 @@ def test_the_users_choice_stays(monkeypatch):
     assert (os.environ[KEEP_MEMORY], os.environ[LIMIT]) == ("1", "100")
 
 
+@pytest.mark.parametrize("limit", ["abc", "0", "-5", "1e3", ""])
+def test_a_limit_that_is_no_number_is_named(monkeypatch, limit):
+    monkeypatch.setenv(LIMIT, limit)
+    with pytest.raises(
+        ValueError, match=f"{LIMIT}: expected a number of MiB .* received '{limit}'"
+    ):
+        keep_memory()
+
+
 @pytest.mark.parametrize(
     ("gib", "limit"), [(4, 64 << 10), (256, 1 << 20), (None, 64 << 10)], ids=str
 )
