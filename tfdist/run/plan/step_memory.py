@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +25,9 @@ _ROWS = 64
 _ROUNDING = 0.15
 # Bytes that the allocator of the measuring process takes at once; an axis has less than 2^31.
 _REGION = (8, 1 << 30)
-# Number of measurements of each batch, of which the smallest counts: TensorFlow's allocator returns
-# up to twice the requested memory, depending on which chunks are free. After some seconds, as for a
-# large model, those that are done suffice.
-_REPEATS = 8
-_REPEAT_S = 5.0
+# Bytes of the tensors that fill what is free between others, and how many there are of each size.
+_FILLERS = [1 << power for power in range(26, 7, -1)]
+_OF_A_SIZE = 8
 
 
 def measure(settings: config.Run, devices: int, timeout: float = 300.0) -> Needs:
@@ -113,7 +110,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
     _reserve()
     peak = _peak_of(model, batch)
     more = min(rows, _ROWS)
-    less = max(1, more // 2)
+    less = max(1, more // 8)
     low, high = peak(less), peak(more)
     per_row = max(0.0, (high - low) / (more - less)) if more > less else low
     stages, not_cut = _stages(model, devices)
@@ -182,14 +179,29 @@ def _reserve() -> None:
         tf.raw_ops.Empty(shape=_REGION, dtype=tf.uint8)
 
 
+def _fill() -> list[Any]:
+    """Return tensors that take what is free between others; their pages stay unused.
+
+    TensorFlow's allocator gives a tensor a free chunk of up to twice its size, so that without them
+    the result would depend on what happens to be free.
+    """
+    import tensorflow as tf
+
+    fillers: list[Any] = []
+    with contextlib.suppress(tf.errors.ResourceExhaustedError):
+        for size in _FILLERS:
+            fillers += [tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for _ in range(_OF_A_SIZE)]
+    return fillers
+
+
 def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
     """Return a function that measures the memory of a pass over the first rows of a batch.
 
-    It returns the maximum growth of tensor memory in a forward and a backward pass, in bytes, as
-    the smallest of several measurements. The passes are one graph, as in training: TensorFlow frees
-    what no later operation reads. A gradient is freed once it is computed. The largest one is taken
-    for one that exists at the peak, and not counted, so that the result is too small by up to its
-    size where it is computed after most activations are freed.
+    It returns the maximum growth of tensor memory in a forward and a backward pass, in bytes. The
+    passes are one graph, as in training: TensorFlow frees what no later operation reads. A gradient
+    is freed once it is computed. The largest one is taken for one that exists at the peak, and not
+    counted, so that the result is too small by up to its size where it is computed after most
+    activations are freed.
     """
     import keras
     import tensorflow as tf
@@ -213,13 +225,10 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
         first = _first(batch, rows)
         graph = step.python_function if model.run_eagerly else step.get_concrete_function(first)
         graph(first)  # makes threads, and what they keep
-        begun = time.monotonic()
-        peaks: list[int] = []
-        held = []
-        while len(peaks) < _REPEATS and (not peaks or time.monotonic() - begun < _REPEAT_S):
-            held.append(tf.zeros([50_000 * len(peaks)]))  # so that other chunks are free
-            peaks.append(_growth(graph, first))
-        return max(0, min(peaks) - largest)
+        fillers = _fill()
+        growth = _growth(graph, first)
+        del fillers
+        return max(0, growth - largest)
 
     return peak
 
