@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.scripts.native import CASES, QUICK
+from tests.forkserver import PLAIN_GRAPHS
 from tests.networks import network
 from tests.processes import PYTHON, ROOT, environment, group, workers
 from tests.unit.parallel.collectives.native.peers import require
@@ -29,7 +30,7 @@ def results(tmp_path_factory):
         [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "1"]
         + ["--log-dir", str(directory / "logs"), "--", PYTHON]
         + ["-m", "tests.cluster.scripts.native", str(directory)],
-        env=environment(PYTHONPATH=str(ROOT)),
+        env=environment(PYTHONPATH=str(ROOT), **{PLAIN_GRAPHS: ""}),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
