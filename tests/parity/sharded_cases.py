@@ -519,7 +519,6 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
     """
     placement = strategy.tfdist_engine.placement
     done = directory / "left-alone"
-    strategy.tfdist_engine.watchdog = Watchdog(3.0, placement)
     keras.utils.set_random_seed(7 + placement.rank)
     x = np.ones([4, 5], "float32")
     messages = {}
@@ -551,6 +550,7 @@ def left_alone(strategy: tf.distribute.Strategy, directory: pathlib.Path) -> dic
     model.compile(zero("sgd", strategy=strategy), "mse", jit_compile=False)
     model.fit(x, x[:, :3], verbose=0)
     if placement.is_chief:
+        strategy.tfdist_engine.watchdog = Watchdog(3.0, placement)
         try:
             model.fit(x, x[:, :3], verbose=0)
         except TimeoutError as error:
