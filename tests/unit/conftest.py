@@ -68,8 +68,6 @@ def logical_devices():
         # A sixth of the time of small models goes into graphs that run a few times only. The graphs
         # of other tests are optimized.
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-        # To hand parts of their operations to other threads takes a twelfth.
-        tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 @pytest.fixture(scope="session")
