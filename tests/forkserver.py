@@ -39,7 +39,7 @@ from tfdist.launch.import_record import changed
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEAN = ROOT / "tests" / "lean"
 OFF = "TFDIST_TEST_FRESH"  # a variable of processes that are to be started by exec
-PLAIN_GRAPHS = "TFDIST_TEST_PLAIN_GRAPHS"  # of forks whose graphs are not optimized
+NO_GRAPPLER = "TFDIST_TEST_NO_GRAPPLER"  # of forks whose graphs TensorFlow does not optimize
 REGISTRY = pathlib.Path(tempfile.gettempdir()) / f"tfdist-forks-{os.getuid()}"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 START_S = 120.0
@@ -407,7 +407,7 @@ def become(job: dict, files: list[int]) -> None:
         constants.DATA_DIR = constants.get_default_data_dir()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if environ.get(PLAIN_GRAPHS) and "tensorflow" in sys.modules:
+    if environ.get(NO_GRAPPLER) and "tensorflow" in sys.modules:
         optimizer = sys.modules["tensorflow"].config.optimizer
         optimizer.set_experimental_options({"disable_meta_optimizer": True})
     code: object = None

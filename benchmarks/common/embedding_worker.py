@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfdist import ClusterSpec
+from tfdist.run.plan.step_memory import reserve
 
 WIDTH = 16
 IDS = 20  # of an example
@@ -74,9 +75,7 @@ def serve(job: Job) -> tuple[int, Callable[[int], dict[str, Any]]]:
     }
     layer = layers[job.way.partition(",")[0]]
     keras.utils.set_random_seed(3)
-    # One region for the allocator, whose pages stay unused: it takes regions whose sizes are powers
-    # of two, and counts a tensor that fills more than half of one as the whole.
-    tf.raw_ops.Empty(shape=[8, 1 << 30], dtype=tf.uint8)
+    reserve()
     before = _resident()
     with strategy.scope(), contextlib.ExitStack() as context:
         if "FSDP" in job.way:

@@ -2,19 +2,19 @@
 
 import pytest
 
-from tests.forkserver import PLAIN_GRAPHS
+from tests.forkserver import NO_GRAPPLER
 from tests.launches import Launch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def plain_graphs():
-    """Leave the graphs of forked processes as they are traced.
+def no_grappler():
+    """Turn TensorFlow's graph optimizer off in forked processes.
 
     An eighth of the CPU time of these small models goes into graphs that run a few times only. The
     graphs of `test_native.py`, of parity tests and of processes started by exec are optimized.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PLAIN_GRAPHS, "1")
+        patch.setenv(NO_GRAPPLER, "1")
         yield
 
 

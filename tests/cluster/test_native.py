@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.scripts.native import CASES, QUICK
-from tests.forkserver import PLAIN_GRAPHS
+from tests.forkserver import NO_GRAPPLER
 from tests.networks import network
 from tests.processes import PYTHON, ROOT, environment, group, workers
 from tests.unit.parallel.collectives.native.peers import require
@@ -30,7 +30,7 @@ def results(tmp_path_factory):
         [sys.executable, "-m", "tfdist", "launch", "--workers", "2", "--restarts", "1"]
         + ["--log-dir", str(directory / "logs"), "--", PYTHON]
         + ["-m", "tests.cluster.scripts.native", str(directory)],
-        env=environment(PYTHONPATH=str(ROOT), **{PLAIN_GRAPHS: ""}),
+        env=environment(PYTHONPATH=str(ROOT), **{NO_GRAPPLER: ""}),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

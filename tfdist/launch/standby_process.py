@@ -64,7 +64,7 @@ def wait_for_task(
         except BaseException as error:
             _send(channel, {"error": f"{type(error).__name__}: {error}"})
             raise
-        # Else Python looks at all that was imported when the process ends, which takes a second.
+        # Else the garbage collection at exit traverses all imported modules, for a second.
         gc.freeze()
         restore()
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}

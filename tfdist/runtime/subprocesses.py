@@ -156,7 +156,7 @@ def ask(module: str, question: Any, timeout: float, **environ: str) -> tuple[dic
 def answer(facts: Any) -> None:
     """Send facts to `ask`, which keeps only the last ones."""
     print(_ANSWER + json.dumps(facts), flush=True)
-    # Else Python looks at all that was imported when the process ends, which takes a second.
+    # Else the garbage collection at exit traverses all imported modules, for a second.
     gc.freeze()
 
 

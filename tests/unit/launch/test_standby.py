@@ -165,8 +165,8 @@ def test_script_runs_the_same_in_a_standby_process(standbys, plan, tmp_path, mon
     assert drawn != drawn_anew
 
 
-def test_what_is_imported_is_not_looked_at_again_at_the_end(standbys, plan):
-    """Python's last collections of TensorFlow's modules would take a second."""
+def test_garbage_collection_skips_what_was_imported_in_advance(standbys, plan):
+    """At exit it would traverse TensorFlow's modules, for a second."""
     own, _ = standbys(1)
     task = plan("import gc, colorsys\nprint(any(x is colorsys for x in gc.get_objects()))")
     fill(own, [task], 1)

@@ -25,8 +25,8 @@ _ROWS = 64
 _ROUNDING = 0.15
 # Bytes that the allocator of the measuring process takes at once; an axis has less than 2^31.
 _REGION = (8, 1 << 30)
-# Bytes of the tensors that fill what is free between others, and how many there are of each size.
-_FILLERS = [1 << power for power in range(26, 7, -1)]
+# Bytes of the tensors that take the free chunks of fragmented memory, and how many of each size.
+_CHUNKS = [1 << power for power in range(26, 7, -1)]
 _OF_A_SIZE = 8
 
 
@@ -107,7 +107,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     with deferred():
         optimizer.build(model.trainable_variables)
-    _reserve()
+    reserve()
     peak = _peak_of(model, batch)
     more = min(rows, _ROWS)
     less = max(1, more // 8)
@@ -167,7 +167,7 @@ def _table_rows(model: Any, tables: Sequence[Any]) -> int | None:
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def _reserve() -> None:
+def reserve() -> None:
     """Let TensorFlow's allocator take one large region, as on a GPU; its pages stay unused.
 
     Otherwise it takes regions whose sizes are powers of two, and counts a tensor that fills more
@@ -179,19 +179,19 @@ def _reserve() -> None:
         tf.raw_ops.Empty(shape=_REGION, dtype=tf.uint8)
 
 
-def _fill() -> list[Any]:
-    """Return tensors that take what is free between others; their pages stay unused.
+def _take_free_chunks() -> list[Any]:
+    """Return tensors that take the free chunks between others; their pages stay unused.
 
     TensorFlow's allocator gives a tensor a free chunk of up to twice its size, so that without them
-    the result would depend on what happens to be free.
+    a measurement would depend on how fragmented the memory is.
     """
     import tensorflow as tf
 
-    fillers: list[Any] = []
+    taken: list[Any] = []
     with contextlib.suppress(tf.errors.ResourceExhaustedError):
-        for size in _FILLERS:
-            fillers += [tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for _ in range(_OF_A_SIZE)]
-    return fillers
+        for size in _CHUNKS:
+            taken += [tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for _ in range(_OF_A_SIZE)]
+    return taken
 
 
 def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
@@ -225,9 +225,9 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
         first = _first(batch, rows)
         graph = step.python_function if model.run_eagerly else step.get_concrete_function(first)
         graph(first)  # makes threads, and what they keep
-        fillers = _fill()
+        taken = _take_free_chunks()
         growth = _growth(graph, first)
-        del fillers
+        del taken
         return max(0, growth - largest)
 
     return peak
