@@ -39,11 +39,20 @@ def held() -> int:
     return min(readings)
 
 
+def take_free_chunks() -> list[tf.Tensor]:
+    """Return tensors that take the free chunks between others, so that steps find none.
+
+    TensorFlow's allocator gives a tensor a free chunk of up to twice its size.
+    """
+    sizes = [1 << power for power in range(26, 7, -1) for _ in range(8)]
+    return [tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for size in sizes]
+
+
 devices = stages or len(strategy.extended.worker_devices)
 resident, peak = [], []
-# TensorFlow's allocator gives chunks of up to twice what is asked for, and a variable keeps its
-# chunk: each model gets other ones, and the smallest of several is nearest to what was asked for.
-# What a step holds at a time depends on the order of its operations, too: hence the median there.
+# A variable keeps the chunk that it got: each model gets other ones, and the smallest of several is
+# nearest to what was asked for. What a step holds at a time depends on the order of its operations:
+# hence the median there.
 for _ in range(3):
     before = held()
     model = build.make_model(settings, strategy, train)
@@ -53,9 +62,12 @@ for _ in range(3):
         model.compile(settings.train.optimizer, whole.loss)
     model.fit(train, steps_per_epoch=2, verbose=0)
     resident.append(held() - before)
+    taken = take_free_chunks()
+    unused = sum(len(tensor) for tensor in taken)
     tf.config.experimental.reset_memory_stats("CPU:0")
     model.fit(train, steps_per_epoch=2, verbose=0)
-    peak.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    peak.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before - unused)
+    del taken
     sent = None if stages else strategy.tfdist_engine.bytes_per_step(model)
     model = whole = None
     keras.backend.clear_session()
