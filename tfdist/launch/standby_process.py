@@ -10,7 +10,6 @@ like `tfdist.launch.script_runner`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -23,6 +22,7 @@ from os import _exit
 from typing import Any
 
 from tfdist.launch import script_runner
+from tfdist.runtime.import_hook import without_collections
 
 NICE = 10  # at 19, beside tasks that use all cores, the imports would take minutes
 COMM = "/proc/self/comm"  # the name that `ps` and `top` show
@@ -59,13 +59,12 @@ def wait_for_task(
     if imports:
         restore = _lower_priority()
         try:
-            for name in order["modules"]:
-                _import(name)
+            with without_collections():
+                for name in order["modules"]:
+                    _import(name)
         except BaseException as error:
             _send(channel, {"error": f"{type(error).__name__}: {error}"})
             raise
-        # Else the garbage collection at exit traverses all imported modules, for a second.
-        gc.freeze()
         restore()
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _send(channel, {"state": READY})

@@ -11,7 +11,6 @@ lock file needs a disk that works.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import signal
 import subprocess
@@ -156,8 +155,6 @@ def ask(module: str, question: Any, timeout: float, **environ: str) -> tuple[dic
 def answer(facts: Any) -> None:
     """Send facts to `ask`, which keeps only the last ones."""
     print(_ANSWER + json.dumps(facts), flush=True)
-    # Else the garbage collection at exit traverses all imported modules, for a second.
-    gc.freeze()
 
 
 def exit_reason(code: int, where: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Test that `import tfdist` hides what TensorFlow prints when it is imported, and nothing else."""
+"""Test that `import tfdist` makes TensorFlow's import quick and quiet, and changes nothing else."""
 
 import pytest
 
@@ -62,3 +62,24 @@ def test_an_absent_tensorflow_is_absent():
     code += "except ModuleNotFoundError as error:\n    assert error.name == 'tensorflow'\n"
     code += "else:\n    sys.exit(1)\n"
     assert stderr_of(code) == ""
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "keras", "tensorflow_datasets"])
+def test_an_import_is_not_searched_for_garbage(tmp_path, package):
+    (tmp_path / f"{package}.py").write_text("import gc\ncollects = gc.isenabled()\nmade = [[]]\n")
+    code = f"import gc, sys, tfdist\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    code += f"import {package} as p\nassert not p.collects and gc.isenabled()\n"
+    code += "assert not any(each is p.made for each in gc.get_objects())  # collections skip it\n"
+    assert stderr_of(code) == ""
+
+
+def test_a_collector_that_the_user_stopped_stays_stopped(fake):
+    code = fake + "import gc, tfdist\ngc.disable()\nimport tensorflow\n"
+    code += "assert not gc.isenabled() and not gc.get_freeze_count()\n"
+    assert stderr_of(code) == f"{REAL}\n"
+
+
+def test_an_import_that_fails_leaves_the_collector_running(fake, tmp_path):
+    (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError('no libx.so')")
+    code = fake + "import gc, tfdist\ntry:\n    import tensorflow\nexcept ImportError:\n    pass\n"
+    assert stderr_of(code + "assert gc.isenabled()\n") == ""
