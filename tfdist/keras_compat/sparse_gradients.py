@@ -17,11 +17,23 @@ def merge_duplicates(grad: Any) -> Any:
     Args:
         grad: Gradient; a dense one, or None, is returned unchanged.
     """
-    if not isinstance(grad, tf.IndexedSlices):
+    if not isinstance(grad, tf.IndexedSlices) or hasattr(grad.indices, "tfdist_distinct"):
         return grad
     indices, position = tf.unique(grad.indices)
     values = tf.math.unsorted_segment_sum(grad.values, position, tf.size(indices))
     return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+
+def distinct_indices(indices: tf.Tensor) -> tf.Tensor:
+    """Mark indices of a sparse gradient as distinct; return them.
+
+    `merge_duplicates` does not search these for duplicates.
+
+    Args:
+        indices: Indices without duplicates, `[n]`.
+    """
+    indices.tfdist_distinct = True
+    return indices
 
 
 def to_dense(grad: Any, length: int) -> Any:

@@ -57,7 +57,7 @@ FUSED = {
     "adagrad": (OPTIMIZERS.Adagrad, {}, "ResourceApplyAdagradV2"),
 }
 DECAY = "ResourceApplyGradientDescent"
-# Those that update only the rows of a sparse gradient, without kernels where no other thread does.
+# Those that update only the rows of a sparse gradient, without kernels where XLA may compile them.
 ROWS_ONLY = {"sgd", "adagrad"}
 UNFUSED = {
     "amsgrad": (OPTIMIZERS.Adam, {"amsgrad": True}),
@@ -258,15 +258,21 @@ def test_gradients_of_other_dtypes_are_cast():
     assert_equal(*states)
 
 
-def trained_by_rows(optimizer):
+def trained_by_rows(optimizer, strategy=None):
     """Return a table and its slots after some steps of rows, and the kernels in the graph."""
-    table = keras.Variable(np.ones((9, 3)), dtype="float32")
-    optimizer.build([table])
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        table = keras.Variable(np.ones((9, 3)), dtype="float32")
+        optimizer.build([table])
 
     @tf.function(autograph=False)
     def step(values, ids):
-        with fused():
-            optimizer.apply([tf.IndexedSlices(values, ids, tf.constant([9, 3]))], [table])
+        def on_replica():
+            with fused():
+                gradient = tf.IndexedSlices(values, ids, tf.constant([9, 3]))
+                optimizer.apply([gradient], [table])
+
+        strategy.run(on_replica)
 
     random = np.random.default_rng(1)
     for _ in range(STEPS):
@@ -286,6 +292,15 @@ def test_a_sparse_gradient_is_a_fused_update(name):
     expected, _ = trained_by_rows(made(of_keras(cls), **options))
     assert_equal(state, expected)
     assert used == (set() if name in ROWS_ONLY else expected_kernels(options, kernel))
+
+
+def test_replicas_update_the_rows_of_adagrad_by_its_kernel(mirrored):
+    """XLA does not compile their updates; the kernel reads and writes each row once."""
+    with mirrored.scope():
+        optimizers = [cls(0.02) for cls in (OPTIMIZERS.Adagrad, of_keras(OPTIMIZERS.Adagrad))]
+    (state, used), (expected, _) = (trained_by_rows(each, mirrored) for each in optimizers)
+    assert_equal(state, expected)
+    assert used == {"ResourceSparseApplyAdagradV2"}
 
 
 def test_sparse_gradients_and_overwritten_variables_equal_those_of_keras():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.keras_compat.parallel import Sharded, freed_with_graph
+from tfdist.keras_compat.sparse_gradients import distinct_indices
 from tfdist.keras_compat.table_lookups import source
 from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import weighted
@@ -39,28 +41,64 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     width = table.tfdist_shape[1]
     part = local_component(table, group.local)
     (part_length,) = part.shape
-    in_row = tf.range(width, dtype=tf.int64)
     if group.size == 1:
-        values = _values(part, tf.cast(ids, tf.int64)[:, None] * width + in_row)
+        values = _rows(part, tf.cast(ids, tf.int64), width)
         return tf.cast(tf.cast(values, gathering.gather_dtype or values.dtype), values.dtype)
     distinct, position = tf.unique(tf.cast(ids, tf.int64))
     requests = _requests(group, distinct, width, part_length, name)
     wanted = group.all_to_all(requests.to_slots(tf.gather(distinct, requests.row), -1), name)
-    # Positions in this replica's part of the flat table, `[replicas, slots, output_dim]`.
-    begin = wanted * width - group.rank * part_length
-    positions = begin[..., None] + in_row
-    own = tf.where((positions >= 0) & (positions < part_length))  # none of an empty slot
-    found = tf.scatter_nd(
-        own, _values(part, tf.gather_nd(positions, own)), tf.shape(positions, tf.int64)
-    )
-    found = tf.ensure_shape(found, positions.shape)
+    if requests.one_per_row:
+        own = tf.where(wanted >= 0)  # none of an empty slot
+        values = _rows(part, tf.gather_nd(wanted, own) - group.rank * part_length // width, width)
+    else:
+        # Positions in this replica's part of the flat table, `[replicas, slots, output_dim]`.
+        begin = wanted * width - group.rank * part_length
+        positions = begin[..., None] + tf.range(width, dtype=tf.int64)
+        own = tf.where((positions >= 0) & (positions < part_length))
+        values = _values(part, tf.gather_nd(positions, own))
+    found = tf.scatter_nd(own, values, tf.concat([tf.shape(wanted, tf.int64), [width]], 0))
+    found = tf.ensure_shape(found, [*wanted.shape, width])
     if not table.trainable:
         found = tf.stop_gradient(found)
     rows_of_requests = requests.from_slots(_exchange(gathering, found, name))
     return tf.gather(requests.sum(rows_of_requests), position)
 
 
+def _rows(part: tf.Variable, numbers: tf.Tensor, width: int) -> tf.Tensor:
+    """Return rows of a part that has whole rows; the gradient has each of its values once.
+
+    Args:
+        part: Part `[rows * width]`.
+        numbers: Numbers of the rows, int64 `[n]`.
+        width: Number of values of a row.
+    """
+
+    def positions(numbers: tf.Tensor) -> tf.Tensor:
+        return numbers[:, None] * width + tf.range(width, dtype=tf.int64)
+
+    def merged(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        rows, row = tf.unique(numbers)
+        sums = tf.math.unsorted_segment_sum(upstream, row, tf.size(rows))
+        return sums, distinct_indices(tf.reshape(positions(rows), [-1]))
+
+    return _gather(part, positions(numbers), merged)
+
+
 def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
+    """Return values of a part of a table, whose gradient may have a value more than once.
+
+    Args:
+        part: Part `[part_length]`.
+        positions: Positions of the values, int64 `[n]`.
+    """
+    return _gather(part, positions, lambda upstream: (upstream, positions))
+
+
+def _gather(
+    part: tf.Variable,
+    positions: tf.Tensor,
+    gradient_of: Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]],
+) -> tf.Tensor:
     """Return values of a part of a table; the gradient of the part is sparse.
 
     TensorFlow's own gradient of a gather from a variable has an int32 shape, which a large part
@@ -69,19 +107,17 @@ def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
     Args:
         part: Part `[part_length]`.
         positions: Positions of the values, int64 of any shape.
+        gradient_of: Function of the gradient of the values that returns values and indices of that
+            of the part.
     """
 
     @tf.custom_gradient
     def gather(positions):
         def grad(upstream, variables):
             assert len(variables) == 1
-            return None, [
-                tf.IndexedSlices(
-                    tf.reshape(upstream, [-1]),
-                    tf.reshape(positions, [-1]),
-                    tf.constant(part.shape.as_list(), tf.int64),
-                )
-            ]
+            values, indices = gradient_of(upstream)
+            shape = tf.constant(part.shape.as_list(), tf.int64)
+            return None, [tf.IndexedSlices(tf.reshape(values, [-1]), indices, shape)]
 
         return tf.gather(source(part), positions), grad
 

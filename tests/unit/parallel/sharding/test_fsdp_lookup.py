@@ -19,16 +19,18 @@ OPTIMIZERS = {
 }
 
 
-def trained(strategy, optimizer, embedding, sharded):
+def trained(strategy, optimizer, embedding, sharded, shape=TABLE, twice=True):
     """Return losses, predictions and weights, and the bytes of a step if the model is sharded."""
     random = np.random.default_rng(0)
-    x = random.integers(0, TABLE[0], (25, 6))
+    x = random.integers(0, shape[0], (25, 6))
     y = random.normal(size=(25, 3)).astype("float32")
     keras.utils.set_random_seed(3)
     with strategy.scope():
         ids = keras.Input([6], dtype="int32")
-        table = embedding(*TABLE)
-        rows = keras.layers.Add()([table(ids), table(ids[:, ::-1])])  # two calls, the same ids
+        table = embedding(*shape)
+        rows = table(ids)
+        if twice:
+            rows = keras.layers.Add()([rows, table(ids[:, ::-1])])  # two calls, the same ids
         outputs = keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(rows))
         model = keras.Model(ids, outputs)
         shards = fsdp(model) if sharded else None
@@ -46,6 +48,18 @@ def test_sharded_embedding_equals_a_whole_one(mirrored, optimizer):
     for value, other in zip(numbers, expected, strict=True):
         np.testing.assert_allclose(value, other, atol=1e-6)
     assert sent < 4 * TABLE[0] * TABLE[1]  # less than the table, which no replica gathers
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+def test_rows_of_several_examples_are_updated_once(request, strategy, optimizer):
+    """Parts have whole rows, and Adagrad squares the sum of what all examples add to a row."""
+    strategy = request.getfixturevalue(strategy)
+    settings = {"shape": (10, 4), "twice": False}
+    expected, _ = trained(strategy, optimizer, keras.layers.Embedding, sharded=False, **settings)
+    numbers, _ = trained(strategy, optimizer, ShardedEmbedding, sharded=True, **settings)
+    for value, other in zip(numbers, expected, strict=True):
+        np.testing.assert_allclose(value, other, atol=1e-6)
 
 
 class Bag(keras.layers.Layer):
