@@ -49,9 +49,9 @@ from tfdist.keras_compat import (
 from tfdist.keras_compat import parallel as sharding_hooks
 from tfdist.keras_compat.collective_keys import hook_keys
 from tfdist.keras_compat.empty_batches import hook_operations
+from tfdist.keras_compat.kernel_products import hook_products
 from tfdist.keras_compat.object_stores import exporting, hook_files
 from tfdist.keras_compat.scopes import leave_scope as leave_scope
-from tfdist.keras_compat.sharded_products import hook_products
 from tfdist.keras_compat.table_lookups import hook_lookups
 
 # Public methods of keras.Model. The engine has methods of the same names, called with

@@ -26,7 +26,7 @@ from tfdist.keras_compat import parallel as compat
 from tfdist.keras_compat.parallel import Sharded
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.pipeline_parallel.schedule import layers_kept
-from tfdist.parallel.sharding import few_rows, fsdp_products, product_costs
+from tfdist.parallel.sharding import few_rows, fsdp_products, layer_products, product_costs
 from tfdist.parallel.sharding.all_gather import Gathering, own_parts
 
 
@@ -211,7 +211,7 @@ class Unit:
         values: dict[int, Any] = {id(v): x for v, x in zip(variables, whole, strict=True)}
         if self._multiplies_few_rows and not tf.executing_eagerly():
             with compat.without_autocast():
-                products = fsdp_products.products_of(self._layer, 1)
+                products = layer_products.products_of(self._layer, 1)
             batch = self._batch_per_replica()
             for key, whole_kernel in values.items():
                 if key in products and few_rows.are_few(products[key], batch) is not False:
@@ -231,7 +231,7 @@ class Unit:
             return {}
         size = self._gathering.forward_group.size
         with compat.without_autocast():  # variables tell their own dtypes
-            found = fsdp_products.products_of(self._layer, size)
+            found = layer_products.products_of(self._layer, size)
             own = [(id(v), found[id(v)]) for v in self._weights if id(v) in found]
             chosen = product_costs.multiplied(
                 [product for _, product in own], _bytes_of(self._weights), batch, size

@@ -42,7 +42,7 @@ from tfdist.parallel.sharding import global_norm
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.global_norm import check_elementwise
 from tfdist.parallel.sharding.sharded_variables import Store
-from tfdist.parallel.sharding.thin_products import take_rows
+from tfdist.parallel.sharding.step_products import take_rows
 from tfdist.sync import Gradients
 
 _numbers = itertools.count()

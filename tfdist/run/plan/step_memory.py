@@ -89,7 +89,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
     from tfdist.data.batch_rows import count_rows
     from tfdist.keras_compat import fused_updates
     from tfdist.parallel import deferred
-    from tfdist.parallel.sharding import fsdp, fsdp_products, fsdp_unit, global_norm
+    from tfdist.parallel.sharding import fsdp, fsdp_unit, global_norm, layer_products
     from tfdist.run import build, input_pipeline
 
     tf.config.set_visible_devices([], "GPU")
@@ -120,7 +120,7 @@ def _look(settings: config.Run, devices: int) -> Needs:
     return Needs(
         weights=[_bytes([v]) for v in model.trainable_variables],
         units=[_bytes(fsdp_unit.weights_of(layer)) for layer in units],
-        products=[list(fsdp_products.products_of(layer, devices).values()) for layer in units],
+        products=[list(layer_products.products_of(layer, devices).values()) for layer in units],
         frozen=_bytes(
             [v for v in model.variables if not any(v is t for t in model.trainable_variables)]
         ),

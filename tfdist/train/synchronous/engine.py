@@ -40,7 +40,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
-from tfdist.parallel.sharding.thin_products import thin_products
+from tfdist.parallel.sharding.step_products import few_row_products
 from tfdist.parallel.sharding.whole_model_files import as_plain
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
@@ -857,8 +857,8 @@ class Engine(Hooks):
             self._examples = -(-own // self.placement.replicas) if own else None
         return {"rows of a batch": self._examples or -1}
 
-    def thin_products(self, model: keras.Model) -> contextlib.AbstractContextManager:
-        """Return a context in which to trace a training step; see `thin_products`.
+    def products_of_step(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        """Return a context in which to trace a training step; see `few_row_products`.
 
         Native collectives take tensors of any number of rows.
         """
@@ -869,7 +869,7 @@ class Engine(Hooks):
         own_step = getattr(model.train_step, "__func__", None) is keras.Model.train_step
         known = self._examples is not None and own_step and applies_as_keras(model.optimizer)
         group = exchange.group_of_factors() if self.transport is not None and known else None
-        return thin_products(model, self._examples, group, exchange.policy)
+        return few_row_products(model, self._examples, group, exchange.policy)
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

@@ -23,7 +23,7 @@ from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered, native_transport
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
-from tfdist.parallel.sharding.thin_products import take_rows
+from tfdist.parallel.sharding.step_products import take_rows
 from tfdist.sync import Gradients, Policy
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.replica_step import local_replica

@@ -587,7 +587,7 @@ class Runner:
             elif self._compiles:
                 step = tf.function(step, jit_compile=True, autograph=False)
             products = (
-                engine.thin_products(self.model)
+                engine.products_of_step(self.model)
                 if self._trains and not self._compiles
                 else contextlib.nullcontext()
             )

@@ -33,7 +33,7 @@ from tfdist.keras_compat.global_generator import SEED_STRIDE
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import Weight, has_all_rows, step_weight, weighted_step
-from tfdist.parallel.sharding.thin_products import taking_gradients
+from tfdist.parallel.sharding.step_products import taking_gradients
 from tfdist.train.synchronous.feed import Batch, replica_rows
 from tfdist.train.synchronous.gathered_metrics import is_gathered
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.parallel import fsdp
-from tfdist.parallel.sharding import few_rows, fsdp_products
-from tfdist.parallel.sharding.fsdp_products import products_of
+from tfdist.parallel.sharding import few_rows, layer_products
+from tfdist.parallel.sharding.layer_products import products_of
 from tfdist.parallel.sharding.product_costs import Product
 
 ROWS = 25  # of which the last batch of 8 has one: a replica has none
@@ -17,7 +17,7 @@ MANY = 10**6  # rows that are more bytes than any kernel here
 
 @pytest.fixture(autouse=True)
 def small_kernels(monkeypatch):
-    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 1)
+    monkeypatch.setattr(layer_products, "MIN_VALUES", 1)
 
 
 class Block(keras.layers.Layer):
@@ -337,7 +337,7 @@ def test_small_kernels_are_gathered(mirrored, monkeypatch):
         inner.build([None, 6, 16])
     # It has 64 inputs, and as many rows as the outer layer.
     assert products_of(inner, 2)[id(inner.narrow.kernel)] == Product(64, 16, rows_per_example=6)
-    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 4 * 16 + 1)
+    monkeypatch.setattr(layer_products, "MIN_VALUES", 4 * 16 + 1)
     assert not products_of(layer, 2)
 
 

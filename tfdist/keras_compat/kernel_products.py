@@ -1,4 +1,4 @@
-"""Products with a kernel that replicas share: not its layer computes them.
+"""Products with a kernel that are computed by what holds it, not by its layer.
 
 `keras.ops.matmul(x, kernel)` and `keras.ops.einsum(equation, x, kernel)`, which
 `keras.layers.Dense` and `keras.layers.EinsumDense` call, read the whole kernel first.

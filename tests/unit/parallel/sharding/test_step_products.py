@@ -6,21 +6,21 @@ import pytest
 import tensorflow as tf
 
 from tfdist.keras_compat.parallel import kernel_of
-from tfdist.parallel.sharding import few_rows, fsdp_products, thin_products
+from tfdist.parallel.sharding import few_rows, layer_products, step_products
 
 ROWS = 21  # of which the last batch of 8 has five
 
 
 @pytest.fixture(autouse=True)
 def small_kernels(monkeypatch):
-    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 1)
+    monkeypatch.setattr(layer_products, "MIN_VALUES", 1)
 
 
 @pytest.fixture
 def products(monkeypatch):
     """Return the paths of the kernels whose products are thin, as they are traced."""
     paths = []
-    product = thin_products._ThinKernel.product
+    product = step_products._KernelInStep.product
 
     def noted(self, x, axes):
         result = product(self, x, axes)
@@ -28,7 +28,7 @@ def products(monkeypatch):
             paths.append(self._variable.path)
         return result
 
-    monkeypatch.setattr(thin_products._ThinKernel, "product", noted)
+    monkeypatch.setattr(step_products._KernelInStep, "product", noted)
     return paths
 
 
@@ -110,7 +110,7 @@ def test_training_equals_that_without_them(request, monkeypatch, products, devic
         f"{name}/kernel" for name in ("split", "join", "branched/twice", "dense", "last")
     }
     products.clear()
-    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 10**9)
+    monkeypatch.setattr(layer_products, "MIN_VALUES", 10**9)
     for value, other in zip(numbers, trained(strategy, kind), strict=True):
         np.testing.assert_allclose(value, other, atol=5e-6)
     assert not products
@@ -119,7 +119,7 @@ def test_training_equals_that_without_them(request, monkeypatch, products, devic
 def test_kernels_of_mixed_precision(monkeypatch, products, one_device):
     numbers = trained(one_device, policy="mixed_bfloat16")
     assert products
-    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 10**9)
+    monkeypatch.setattr(layer_products, "MIN_VALUES", 10**9)
     for value, other in zip(numbers, trained(one_device, policy="mixed_bfloat16"), strict=True):
         np.testing.assert_allclose(value, other, rtol=0.05, atol=0.02)
 
@@ -141,7 +141,7 @@ def test_a_step_decides_where_the_data_do_not_tell_the_rows(monkeypatch, product
     monkeypatch.setattr(few_rows, "MAX_ROWS", most)
     numbers = trained(mirrored, told=False)
     assert bool(products) == (most > 0)
-    monkeypatch.setattr(fsdp_products, "MIN_VALUES", 10**9)
+    monkeypatch.setattr(layer_products, "MIN_VALUES", 10**9)
     for value, other in zip(numbers, trained(mirrored, told=False), strict=True):
         np.testing.assert_allclose(value, other, atol=5e-6)
 
@@ -153,7 +153,7 @@ def test_nothing_of_a_step_remains(one_device):
     model.fit(np.zeros([8, 4]), np.zeros([8, 3]), batch_size=4, verbose=0)
     assert "scale_loss" not in vars(model.optimizer)
     assert kernel_of(model.layers[0].kernel) is None
-    assert thin_products.take_rows(model.trainable_variables) == {}
+    assert step_products.take_rows(model.trainable_variables) == {}
 
 
 @pytest.mark.parametrize("few", [True, False, None])

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.keras_compat import install
+from tfdist.keras_compat.kernel_products import contracted_axes
 from tfdist.keras_compat.parallel import KernelPart, make_sharded, replaced_shards
-from tfdist.keras_compat.sharded_products import contracted_axes
 
 
 class Store:

@@ -22,9 +22,9 @@ from tfdist.keras_compat.parallel import Kernel, multiplied_by
 from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import Weight, weighted
 from tfdist.parallel.sharding.few_rows import are_few, multiply, multiply_in_rows
-from tfdist.parallel.sharding.fsdp_products import products_of
 from tfdist.parallel.sharding.fsdp_unit import layers_of
 from tfdist.parallel.sharding.global_norm import scale
+from tfdist.parallel.sharding.layer_products import products_of
 from tfdist.parallel.sharding.product_costs import Product, factors_travel
 from tfdist.sync import Gradients
 
@@ -32,7 +32,7 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def thin_products(
+def few_row_products(
     model: keras.Model, examples: int | None, group: Group | None, policy: Gradients
 ) -> Iterator[None]:
     """Compute the products of large kernels and few rows, in a step traced in the context.
@@ -60,7 +60,7 @@ def thin_products(
         if group is not None:
             stack.enter_context(_rows_after_scaling(model.optimizer, step))
         kernels: dict[int, Kernel] = {
-            id(v): _ThinKernel(v, step, f"factors {i}", product, examples)
+            id(v): _KernelInStep(v, step, f"factors {i}", product, examples)
             for i, (v, product) in enumerate(chosen)
         }
         stack.enter_context(multiplied_by(kernels))
@@ -202,7 +202,7 @@ class _Step:
         return tf.reshape(inputs, [-1, width]), tf.reshape(of_results, [-1, outputs])
 
 
-class _ThinKernel(Kernel):
+class _KernelInStep(Kernel):
     """Kernel that is multiplied with few rows in one step.
 
     Args:
