@@ -1,7 +1,8 @@
 """Distributed training for Keras 3 on TensorFlow.
 
 Public names are imported on first use, and `import tfdist` does not import TensorFlow. It hides
-the lines that TensorFlow prints when it is imported later, unless TF_CPP_MIN_LOG_LEVEL is set.
+the lines that TensorFlow prints when it is imported later, unless TF_CPP_MIN_LOG_LEVEL is set, and
+leaves what that import makes out of later garbage collections.
 
 Example:
     >>> import tfdist

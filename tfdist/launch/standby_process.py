@@ -59,7 +59,7 @@ def wait_for_task(
     if imports:
         restore = _lower_priority()
         try:
-            with without_collections():
+            with without_collections(freezes=True):
                 for name in order["modules"]:
                     _import(name)
         except BaseException as error:

@@ -26,52 +26,64 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Stop Python's garbage collector; keep it from all present objects afterwards.
+def without_collections(freezes: bool) -> Iterator[None]:
+    """Stop Python's garbage collector, and perhaps freeze all objects afterwards.
 
     TensorFlow and Keras make half a million objects that stay. The collector would search them for
     garbage some 900 times during the import, at times during training, and when the process ends.
-    That is a third of the time of a process that only imports them. Where the collector is stopped
-    already, nothing is changed.
+    That is a third of the time of a process that only imports them.
+
+    Where the collector is stopped already, nothing is changed.
+
+    Args:
+        freezes: Whether no object that exists at the end is ever collected, those of the program
+            among them. That is for TensorFlow's first import, before which there are no models.
     """
     if not gc.isenabled():
         yield
         return
+    if freezes:
+        gc.collect()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.freeze()
+        if freezes:
+            gc.freeze()
 
 
 class _Finder:
     """Finder that lets other finders find large packages, and imports each within contexts."""
 
     def __init__(self) -> None:
-        self._searches = False
+        self._searched: set[str] = set()
         self._done: set[str] = set()  # this stays in the list, over which other threads may iterate
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name not in _LARGE or self._searches or name in self._done:
+        if name not in _LARGE or name in self._searched or name in self._done:
             return None
         import importlib.util
 
-        self._searches = True
+        self._searched.add(name)
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._searches = False
+            self._searched.discard(name)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "__dict__"):
-            self._wrap(spec.loader)
+            self._wrap(name, spec.loader)
         return spec
 
-    def _wrap(self, loader: importlib.abc.Loader) -> None:
+    def _wrap(self, name: str, loader: importlib.abc.Loader) -> None:
         execute = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            self._done.add(module.__name__)
-            with without_collections(), _hidden_lines(module.__name__):
+            if module.__name__ != name:  # a loader may have several modules
+                execute(module)
+                return
+            self._done.add(name)
+            first = name == "tensorflow" or "tensorflow" not in sys.modules
+            with without_collections(freezes=first), _hidden_lines(name):
                 execute(module)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -61,9 +61,10 @@ for _ in range(3):
         model = parallel.pipeline(whole, stages, microbatches=8)
         model.compile(settings.train.optimizer, whole.loss)
     model.fit(train, steps_per_epoch=2, verbose=0)
-    resident.append(held() - before)
+    trained = held()
+    resident.append(trained - before)
     taken = take_free_chunks()
-    unused = sum(len(tensor) for tensor in taken)
+    unused = tf.config.experimental.get_memory_info("CPU:0")["current"] - trained
     tf.config.experimental.reset_memory_stats("CPU:0")
     model.fit(train, steps_per_epoch=2, verbose=0)
     peak.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before - unused)

@@ -294,13 +294,18 @@ def test_a_sparse_gradient_is_a_fused_update(name):
     assert used == (set() if name in ROWS_ONLY else expected_kernels(options, kernel))
 
 
-def test_replicas_update_the_rows_of_adagrad_by_its_kernel(mirrored):
+@pytest.mark.parametrize(
+    ("first", "used_kernels"), [(0.1, {"ResourceSparseApplyAdagradV2"}), (1e-3, set())]
+)
+def test_replicas_update_the_rows_of_adagrad_by_its_kernel(mirrored, first, used_kernels):
     """XLA does not compile their updates; the kernel reads and writes each row once."""
     with mirrored.scope():
-        optimizers = [cls(0.02) for cls in (OPTIMIZERS.Adagrad, of_keras(OPTIMIZERS.Adagrad))]
+        optimizers = [
+            cls(0.02, first) for cls in (OPTIMIZERS.Adagrad, of_keras(OPTIMIZERS.Adagrad))
+        ]
     (state, used), (expected, _) = (trained_by_rows(each, mirrored) for each in optimizers)
     assert_equal(state, expected)
-    assert used == {"ResourceSparseApplyAdagradV2"}
+    assert used == used_kernels
 
 
 def test_sparse_gradients_and_overwritten_variables_equal_those_of_keras():

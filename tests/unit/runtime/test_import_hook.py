@@ -73,6 +73,20 @@ def test_an_import_is_not_searched_for_garbage(tmp_path, package):
     assert stderr_of(code) == ""
 
 
+def test_models_are_collected_after_a_late_import(fake, tmp_path):
+    (tmp_path / "keras.py").write_text("import gc\ncollects = gc.isenabled()\n")
+    code = fake + (
+        "import gc, weakref, tfdist, tensorflow\n"
+        "class Model: pass\n"
+        "model = Model(); model.itself = model; dropped = weakref.ref(model)\n"
+        "import keras\n"
+        "assert not keras.collects and gc.isenabled()\n"
+        "del model; gc.collect()\n"
+        "assert dropped() is None\n"
+    )
+    assert stderr_of(code) == f"{REAL}\n"
+
+
 def test_a_collector_that_the_user_stopped_stays_stopped(fake):
     code = fake + "import gc, tfdist\ngc.disable()\nimport tensorflow\n"
     code += "assert not gc.isenabled() and not gc.get_freeze_count()\n"

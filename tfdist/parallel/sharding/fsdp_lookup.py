@@ -42,7 +42,8 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     part = local_component(table, group.local)
     (part_length,) = part.shape
     if group.size == 1:
-        values = _rows(part, tf.cast(ids, tf.int64), width)
+        # Not merged: in a step that XLA compiles, rows may be merged only once (`LazyAdam`).
+        values = _values(part, _positions(tf.cast(ids, tf.int64), width))
         return tf.cast(tf.cast(values, gathering.gather_dtype or values.dtype), values.dtype)
     distinct, position = tf.unique(tf.cast(ids, tf.int64))
     requests = _requests(group, distinct, width, part_length, name)
@@ -73,15 +74,17 @@ def _rows(part: tf.Variable, numbers: tf.Tensor, width: int) -> tf.Tensor:
         width: Number of values of a row.
     """
 
-    def positions(numbers: tf.Tensor) -> tf.Tensor:
-        return numbers[:, None] * width + tf.range(width, dtype=tf.int64)
-
     def merged(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         rows, row = tf.unique(numbers)
         sums = tf.math.unsorted_segment_sum(upstream, row, tf.size(rows))
-        return sums, distinct_indices(tf.reshape(positions(rows), [-1]))
+        return sums, distinct_indices(tf.reshape(_positions(rows, width), [-1]))
 
-    return _gather(part, positions(numbers), merged)
+    return _gather(part, _positions(numbers, width), merged)
+
+
+def _positions(numbers: tf.Tensor, width: int) -> tf.Tensor:
+    """Return the positions in a flat part of the values of rows, `[n, width]`."""
+    return numbers[:, None] * width + tf.range(width, dtype=tf.int64)
 
 
 def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
@@ -89,9 +92,9 @@ def _values(part: tf.Variable, positions: tf.Tensor) -> tf.Tensor:
 
     Args:
         part: Part `[part_length]`.
-        positions: Positions of the values, int64 `[n]`.
+        positions: Positions of the values, int64 of any shape.
     """
-    return _gather(part, positions, lambda upstream: (upstream, positions))
+    return _gather(part, positions, lambda upstream: (upstream, tf.reshape(positions, [-1])))
 
 
 def _gather(

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.keras_compat.sparse_gradients import merge_duplicates
 from tfdist.layers import ShardedEmbedding
 from tfdist.parallel import deferred, fsdp
 from tfdist.parallel.sharding.fsdp import tables_of
@@ -16,10 +17,11 @@ OPTIMIZERS = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "adam": lambda: keras.optimizers.Adam(0.01),
+    "lazy adam": lambda: tfdist.optimizers.LazyAdam(0.01),
 }
 
 
-def trained(strategy, optimizer, embedding, sharded, shape=TABLE, twice=True):
+def trained(strategy, optimizer, embedding, sharded, shape=TABLE, twice=True, **compiled):
     """Return losses, predictions and weights, and the bytes of a step if the model is sharded."""
     random = np.random.default_rng(0)
     x = random.integers(0, shape[0], (25, 6))
@@ -34,7 +36,7 @@ def trained(strategy, optimizer, embedding, sharded, shape=TABLE, twice=True):
         outputs = keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(rows))
         model = keras.Model(ids, outputs)
         shards = fsdp(model) if sharded else None
-        model.compile(OPTIMIZERS[optimizer](), "mse")
+        model.compile(OPTIMIZERS[optimizer](), "mse", **compiled)
     # The last batch is one row: a replica has none.
     losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
     numbers = [losses, model.predict(x, batch_size=8, verbose=0), *model.get_weights()]
@@ -59,6 +61,42 @@ def test_rows_of_several_examples_are_updated_once(request, strategy, optimizer)
     expected, _ = trained(strategy, optimizer, keras.layers.Embedding, sharded=False, **settings)
     numbers, _ = trained(strategy, optimizer, ShardedEmbedding, sharded=True, **settings)
     for value, other in zip(numbers, expected, strict=True):
+        np.testing.assert_allclose(value, other, atol=1e-6)
+
+
+def test_rows_that_a_lookup_has_merged_are_not_merged_again(mirrored, monkeypatch):
+    merged = []
+
+    def noted(grad):
+        result = merge_duplicates(grad)
+        if isinstance(grad, tf.IndexedSlices):
+            merged.append(result is not grad)
+        return result
+
+    monkeypatch.setattr("tfdist.parallel.sharding.fsdp.merge_duplicates", noted)
+    for twice in (False, True):
+        merged.clear()
+        trained(mirrored, "adagrad", ShardedEmbedding, sharded=True, shape=(10, 4), twice=twice)
+        assert merged
+        assert set(merged) == {twice}
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "lazy adam"])
+@pytest.mark.parametrize("twice", [False, True])
+def test_compiled_steps_of_one_replica_update_the_same_rows(one_device, optimizer, twice):
+    numbers = [
+        trained(
+            one_device,
+            optimizer,
+            ShardedEmbedding,
+            sharded=True,
+            shape=(40, 4),
+            twice=twice,
+            jit_compile=jit_compile,
+        )[0]
+        for jit_compile in (True, False)
+    ]
+    for value, other in zip(*numbers, strict=True):
         np.testing.assert_allclose(value, other, atol=1e-6)
 
 

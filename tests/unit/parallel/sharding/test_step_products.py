@@ -18,7 +18,7 @@ def small_kernels(monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Return the paths of the kernels whose products are thin, as they are traced."""
+    """Return the paths of the kernels that are multiplied with few rows, as they are traced."""
     paths = []
     product = step_products._KernelInStep.product
 
