@@ -13,8 +13,8 @@ that has a kernel is a kernel too, which makes a second pass: none of TensorFlow
 weight and updates it. Everything else is left to Keras: clipping, moving averages, accumulation,
 loss scaling, variables of other dtypes, sparse gradients of SGD without momentum, optimizers
 without a kernel, and classes that define `update_step` themselves. Updates of rows without a kernel
-are here, too: those of `tfdist.optimizers.LazyAdam`, and those of Adagrad where XLA
-may compile them, or where its kernel would not equal Keras.
+are here, too: those of `tfdist.optimizers.LazyAdam`, and those of Adagrad where XLA may
+compile them, or where its kernel would not equal Keras.
 """
 
 from __future__ import annotations

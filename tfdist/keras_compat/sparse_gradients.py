@@ -24,7 +24,7 @@ def merge_duplicates(grad: Any) -> Any:
     return tf.IndexedSlices(values, indices, grad.dense_shape)
 
 
-def distinct_indices(indices: tf.Tensor) -> tf.Tensor:
+def mark_distinct(indices: tf.Tensor) -> tf.Tensor:
     """Mark indices of a sparse gradient as distinct; return them.
 
     `merge_duplicates` does not search these for duplicates.

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist import parallel
 from tfdist.run import build, input_pipeline, train_command
+from tfdist.run.plan.step_memory import take_free_chunks
 
 stages = int(sys.argv[1])
 settings = train_command.parse(sys.argv[2:])
@@ -37,15 +38,6 @@ def held() -> int:
         time.sleep(0.1)
         readings.append(tf.config.experimental.get_memory_info("CPU:0")["current"])
     return min(readings)
-
-
-def take_free_chunks() -> list[tf.Tensor]:
-    """Return tensors that take the free chunks between others, so that steps find none.
-
-    TensorFlow's allocator gives a tensor a free chunk of up to twice its size.
-    """
-    sizes = [1 << power for power in range(26, 7, -1) for _ in range(8)]
-    return [tf.raw_ops.Empty(shape=[size], dtype=tf.uint8) for size in sizes]
 
 
 devices = stages or len(strategy.extended.worker_devices)

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat.sparse_gradients import distinct_indices, merge_duplicates, to_dense
+from tfdist.keras_compat.sparse_gradients import mark_distinct, merge_duplicates, to_dense
 
 
 def test_repeated_indices_of_a_sparse_gradient_are_summed():
@@ -24,7 +24,7 @@ def test_other_gradients_stay():
 
 
 def test_gradients_without_duplicates_stay():
-    grad = tf.IndexedSlices(tf.ones([2, 1]), distinct_indices(tf.constant([4, 2])))
+    grad = tf.IndexedSlices(tf.ones([2, 1]), mark_distinct(tf.constant([4, 2])))
     assert merge_duplicates(grad) is grad
     both = tf.IndexedSlices(
         tf.concat([grad.values, grad.values], 0), tf.concat([grad.indices, grad.indices], 0)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import local_component
 from tfdist.keras_compat.parallel import Sharded, freed_with_graph
-from tfdist.keras_compat.sparse_gradients import distinct_indices
+from tfdist.keras_compat.sparse_gradients import mark_distinct
 from tfdist.keras_compat.table_lookups import source
 from tfdist.parallel.collectives.group import Group
 from tfdist.parallel.replica_weight import weighted
@@ -50,7 +50,8 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     wanted = group.all_to_all(requests.to_slots(tf.gather(distinct, requests.row), -1), name)
     if requests.one_per_row:
         own = tf.where(wanted >= 0)  # none of an empty slot
-        values = _rows(part, tf.gather_nd(wanted, own) - group.rank * part_length // width, width)
+        numbers = tf.gather_nd(wanted, own) - group.rank * part_length // width
+        values = _whole_rows(part, numbers, width)
     else:
         # Positions in this replica's part of the flat table, `[replicas, slots, output_dim]`.
         begin = wanted * width - group.rank * part_length
@@ -65,7 +66,7 @@ def rows(gathering: Gathering, table: Sharded, ids: tf.Tensor, name: str) -> tf.
     return tf.gather(requests.sum(rows_of_requests), position)
 
 
-def _rows(part: tf.Variable, numbers: tf.Tensor, width: int) -> tf.Tensor:
+def _whole_rows(part: tf.Variable, numbers: tf.Tensor, width: int) -> tf.Tensor:
     """Return rows of a part that has whole rows; the gradient has each of its values once.
 
     Args:
@@ -77,7 +78,7 @@ def _rows(part: tf.Variable, numbers: tf.Tensor, width: int) -> tf.Tensor:
     def merged(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         rows, row = tf.unique(numbers)
         sums = tf.math.unsorted_segment_sum(upstream, row, tf.size(rows))
-        return sums, distinct_indices(tf.reshape(_positions(rows, width), [-1]))
+        return sums, mark_distinct(tf.reshape(_positions(rows, width), [-1]))
 
     return _gather(part, _positions(numbers, width), merged)
 

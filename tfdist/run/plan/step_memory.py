@@ -179,7 +179,7 @@ def reserve() -> None:
         tf.raw_ops.Empty(shape=_REGION, dtype=tf.uint8)
 
 
-def _take_free_chunks() -> list[Any]:
+def take_free_chunks() -> list[Any]:
     """Return tensors that take the free chunks between others; their pages stay unused.
 
     TensorFlow's allocator gives a tensor a free chunk of up to twice its size, so that without them
@@ -225,7 +225,7 @@ def _peak_of(model: Any, batch: Any) -> Callable[[int], int]:
         first = _first(batch, rows)
         graph = step.python_function if model.run_eagerly else step.get_concrete_function(first)
         graph(first)  # makes threads, and what they keep
-        taken = _take_free_chunks()
+        taken = take_free_chunks()
         growth = _growth(graph, first)
         del taken
         return max(0, growth - largest)
