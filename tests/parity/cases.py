@@ -723,22 +723,33 @@ def keras_distribution_of_own_data(strategy):
     return result
 
 
+def model_parallel(strategy, layouts):
+    """Return a distribution over all devices, of which two hold a model if they are even."""
+    tfdist.enable()
+    count = strategy.num_replicas_in_sync
+    devices = keras.distribution.list_devices()[:count]
+    shape = (count // 2, 2) if count % 2 == 0 else (1, count)
+    mesh = keras.distribution.DeviceMesh(shape, ["batch", "model"], devices)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    for name, axes in layouts.items():
+        layout_map[f".*{name}"] = axes
+    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+
+
 @case
 def keras_model_parallel(strategy):
     """Train a small transformer whose layouts split weights along each kind of axis."""
-    tfdist.enable()
-    devices = keras.distribution.list_devices()[: strategy.num_replicas_in_sync]
-    mesh = keras.distribution.DeviceMesh((1, len(devices)), ["batch", "model"], devices)
-    layout_map = keras.distribution.LayoutMap(mesh)
-    layout_map[".*embeddings"] = ("model", None)
-    layout_map[".*(query|key|value)/kernel"] = (None, "model", None)
-    layout_map[".*dense.*/kernel"] = (None, "model")
-    layout_map[".*dense.*/bias"] = ("model",)
+    layouts = {
+        "embeddings": ("model", None),
+        "(query|key|value)/kernel": (None, "model", None),
+        "dense.*/kernel": (None, "model"),
+        "dense.*/bias": ("model",),
+    }
     random = np.random.default_rng(0)
     tokens = random.integers(0, 17, (GLOBAL_BATCH * 2 + 7, 5)).astype("int32")
     layers = keras.layers
     keras.utils.set_random_seed(1)
-    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+    with model_parallel(strategy, layouts).scope():
         inputs = keras.Input([5], dtype="int32")
         x = layers.Embedding(17, 8)(inputs)
         x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
@@ -748,6 +759,29 @@ def keras_model_parallel(strategy):
         train = dataset(tokens, (tokens.sum(1) % 3).astype("int32"))
         result = fitted(model, train, epochs=3, validation_data=train)
         result["predict"] = model.predict(tokens, verbose=0)
+    return result
+
+
+@case
+def keras_model_parallel_of_a_cnn(strategy):
+    """Train a small CNN whose layouts split the channels that convolutions make."""
+    x, labels = data(GLOBAL_BATCH * 2 + 7, features=48)
+    images = x.reshape(-1, 4, 4, 3)
+    layers = keras.layers
+    keras.utils.set_random_seed(1)
+    with model_parallel(strategy, {"conv.*/kernel": (None, None, None, "model")}).scope():
+        model = keras.Sequential(
+            [
+                keras.Input([4, 4, 3]),
+                layers.Conv2D(6, 3, activation="relu"),
+                layers.BatchNormalization(synchronized=True),
+                layers.Flatten(),
+                layers.Dense(3),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSSENTROPY, metrics=["accuracy"])
+        result = fitted(model, dataset(images, labels), epochs=3)
+        result["predict"] = model.predict(images, verbose=0)
     return result
 
 

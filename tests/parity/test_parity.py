@@ -45,6 +45,13 @@ SETUPS = {  # name: strategy, devices, processes, cases where not all
     "central-2": ("central_storage", "2", 1),
     "workers-2": ("keras.distribution", "-", 2),
     "workers-3": ("multi_worker_mirrored", "-", 3, *OF_THREE),
+    "workers-4": (
+        "keras.distribution",
+        "-",
+        4,
+        "keras_model_parallel",
+        "keras_model_parallel_of_a_cnn",
+    ),
 }
 # Setups of one process, two at a time: each spends its time in Python, on one core.
 PAIRS = (("one", "mirrored-2"), ("mirrored-3", "central-2"))
