@@ -37,6 +37,7 @@ from keras.src.trainers.trainer import model_supports_jit as model_supports_jit
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute import values as _distribute_values
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework import config as _config
 
 from tfdist.keras_compat import (
@@ -857,6 +858,16 @@ def replaced_values(variables: list[keras.Variable], values: list[Any]) -> Itera
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable._value = value
+
+
+def watch_variable(stand_in: Any) -> None:
+    """Make open gradient tapes watch a stand-in for a variable, as one that is read.
+
+    Args:
+        stand_in: Object with the attributes `handle`, of which `tape.gradient` returns the
+            gradient for a Keras variable that has this value, and `trainable`.
+    """
+    _tape.variable_accessed(stand_in)
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:

@@ -15,7 +15,7 @@ import keras
 import tfdist
 
 # Imported because they fill FEATURES.
-from tests.cluster.scripts.ps import data, errors, models, training  # noqa: F401
+from tests.cluster.scripts.ps import data, errors, models, training, xla  # noqa: F401
 from tests.cluster.scripts.ps.base import FEATURES
 from tests.cluster.scripts.ps.guides import GUIDES
 

@@ -23,6 +23,7 @@ from tfdist.train.parameter_server.dispatch import RemoteRunner
 from tfdist.train.parameter_server.metric_deltas import count_updates, ticket
 from tfdist.train.parameter_server.predict import RemotePredictor
 from tfdist.train.parameter_server.worker_pool import Pool
+from tfdist.train.synchronous.compiled_step import postpone
 from tfdist.train.synchronous.step_monitoring import StepMonitoring
 from tfdist.train.synchronous.worker_callbacks import backups_last, listed, needs_single_steps
 
@@ -169,6 +170,8 @@ class Coordinator(Hooks):
 
     def apply(self, optimizer: keras.optimizers.Optimizer, keras_apply: Callable, grads, variables):
         """Apply gradients, so that every update of the optimizer is counted exactly once."""
+        if postpone(optimizer, keras_apply, grads, variables):
+            return None
         grads = [merge_duplicates(g) for g in grads]
         # It updates through its inner optimizer, in a tf.cond.
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -247,7 +250,7 @@ class Coordinator(Hooks):
                 self.heartbeat.beat(Phase.RUNNING)
 
         return RemoteRunner(
-            self._pool, self._strategy, model, model_step, results, on_call, self._host
+            self._pool, self._strategy, model, model_step, results, self.apply, on_call, self._host
         )
 
     def _begin(self, runner: RemoteRunner, kind: str) -> None:
@@ -277,12 +280,6 @@ class Coordinator(Hooks):
                 "run_eagerly=True under parameter_server: steps run as graphs in other processes. "
                 "Compile the model without run_eagerly. To debug a step, train with the strategy "
                 "one_device."
-            )
-        if model.jit_compile:
-            raise ValueError(
-                "compile(jit_compile=True) under parameter_server: XLA cannot compile a step "
-                "whose variables are on other processes "
-                "(keras #18716). Pass jit_compile=False."
             )
 
 

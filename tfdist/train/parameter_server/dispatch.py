@@ -25,6 +25,7 @@ from tfdist.train.metric_calls import Results, check_adds, observed
 from tfdist.train.parameter_server import metric_deltas
 from tfdist.train.parameter_server.batch_stream import Pass, dataset_variant
 from tfdist.train.parameter_server.worker_pool import Pool
+from tfdist.train.parameter_server.worker_step import WorkerStep
 from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
 from tfdist.train.synchronous.step_monitoring import Stats, StepMonitoring
 from tfdist.train.timing.graph_timestamps import clock
@@ -66,6 +67,7 @@ class RemoteRunner:
         model: Model.
         step: `model.train_step` or `model.test_step`.
         results: Function that returns the model's metrics from its variables.
+        apply: Function that applies gradients: `Coordinator.apply`.
         on_call: Function that is called after each call, with the number of steps of the epoch that
             were given out.
         host: Device of the coordinator.
@@ -78,6 +80,7 @@ class RemoteRunner:
         model: keras.Model,
         step: Callable,
         results: Callable[[], dict],
+        apply: Callable,
         on_call: Callable[[int], None],
         host: str,
     ):
@@ -89,6 +92,8 @@ class RemoteRunner:
         self._step = step
         self._category = "validation" if step == model.test_step else "training"
         self._results = results
+        name = "train_step" if self._category == "training" else "test_step"
+        self._worker_step = WorkerStep(self._observed_step, name, model, host, apply)
         self._graphs: dict = {}
         self._keys: list[str] = []  # names of the step's logs
         # For each log: the index of a metric and the position in its result, or None.
@@ -396,9 +401,9 @@ class RemoteRunner:
     def _trace(self, item: WorkItem) -> _Graph:
         number = tf.TensorSpec([], tf.int64)
         seeds = tf.TensorSpec(self._seeds.shape, self._seeds.dtype)
+        spec = self._specs(item)
+        self._worker_step.prepare(without_optionals(spec))
         if item.batches is None:
-            assert self._pass is not None
-            spec = self._pass.stream.element_spec
 
             def open_iterator(graph):
                 return iter(tf.data.experimental.from_variant(dataset_variant(graph), spec))
@@ -408,16 +413,23 @@ class RemoteRunner:
                 tf.data.IteratorSpec(spec), number, number, number, seeds
             )
             return _Graph(concrete, opener=opener)
-        specs = any_rows(item.batches[0])
-        can_stack = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(specs))
+        can_stack = all(x is None or isinstance(x, tf.TensorSpec) for x in tf.nest.flatten(spec))
         if not can_stack:
-            return _Graph(function_of(self._run_step).get_concrete_function(specs, number, seeds))
-        specs = tf.nest.map_structure(
-            lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), specs
+            return _Graph(function_of(self._run_step).get_concrete_function(spec, number, seeds))
+        stacked = tf.nest.map_structure(
+            lambda s: None if s is None else tf.TensorSpec([None, *s.shape], s.dtype), spec
         )
         return _Graph(
-            function_of(self._run_stacked).get_concrete_function(specs, number, seeds), stacks=True
+            function_of(self._run_stacked).get_concrete_function(stacked, number, seeds),
+            stacks=True,
         )
+
+    def _specs(self, item: WorkItem) -> Any:
+        """Return the types of an item's batches, of any number of rows."""
+        if item.batches is not None:
+            return any_rows(item.batches[0])
+        assert self._pass is not None
+        return self._pass.stream.element_spec
 
     def _run_from_iterator(self, iterator, skip, steps, index, seeds):
         """Skip batches, then run steps on the next ones, fewer if the data ends."""
@@ -481,7 +493,7 @@ class RemoteRunner:
         """
         data = without_optionals(data)
         with metric_deltas.collected(self.model, seeds, index) as added:
-            logs = self._strategy.run(self._observed_step, args=(data,))
+            logs = self._strategy.run(self._worker_step, args=(data,))
         *sums, updates = added
         if not isinstance(logs, dict):
             raise TypeError(

@@ -188,6 +188,11 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
     added.extend([*(c.value() for c in cells), _trace.updates])
 
 
+def stand_in_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of which `collected` replaces the values."""
+    return [*metric_variables(model), *_generators(model), *_loss_scale(model.optimizer)]
+
+
 def _loss_scale(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or not optimizer.built:
         return []

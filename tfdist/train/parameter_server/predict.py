@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.train.parameter_server.dispatch import function_of
 from tfdist.train.parameter_server.worker_pool import Pool
+from tfdist.train.parameter_server.worker_step import WorkerStep
 from tfdist.train.synchronous.feed import any_rows, tensors, without_optionals
 
 
@@ -34,8 +35,8 @@ class RemotePredictor:
     def __init__(self, pool: Pool, strategy, model: keras.Model, host: str):
         self._pool = pool
         self._strategy = strategy
-        self._model = model
         self._host = host
+        self._worker_step = WorkerStep(model.predict_step, "predict_step", model, host)
         self._graphs: dict = {}
         self._items: list[_Prediction] = []
 
@@ -89,11 +90,12 @@ class RemotePredictor:
         specs = any_rows(batch)
         kind = repr(specs)
         if kind not in self._graphs:
+            self._worker_step.prepare(without_optionals(specs))
             self._graphs[kind] = function_of(self._predict).get_concrete_function(specs)
         return self._graphs[kind]
 
     def _predict(self, data):
-        return self._strategy.run(self._model.predict_step, args=(without_optionals(data),))
+        return self._strategy.run(self._worker_step, args=(without_optionals(data),))
 
 
 @dataclasses.dataclass(eq=False)

@@ -57,18 +57,20 @@ class _Update:
 
 
 @dataclasses.dataclass
-class _Trace:
+class Trace:
     """The running trace of the part of a step that XLA compiles.
 
     Attributes:
         graph: Graph of that part.
         updates: Updates of the step so far.
+        inputs: Names of the part's inputs that are values of variables, by the variables' ids.
         reason: Why XLA cannot compile the step; None if nothing was found. Keras, or a step's own
             code, may catch or replace the exception that is raised then.
     """
 
     graph: Any = None
     updates: list[_Update] = dataclasses.field(default_factory=list)
+    inputs: dict[int, str] = dataclasses.field(default_factory=dict)
     reason: str | None = None
 
     def refuse(self, reason: str) -> None:
@@ -88,8 +90,8 @@ def compiled(
     """
 
     def run(data: Any) -> Any:
-        trace = _Trace()
-        results, gradients = _function(step, trace)(data)
+        trace = Trace()
+        results, gradients = function_of(step, trace)(data)
         for update, grads in zip(trace.updates, gradients, strict=True):
             apply(update.optimizer, update.keras_apply, grads, update.variables)
         return results
@@ -129,7 +131,7 @@ def check_collective(name: str) -> None:
         trace.refuse(f"it has a collective, {name}" + (f" in {scope!r}" if scope else ""))
 
 
-def _running() -> _Trace | None:
+def _running() -> Trace | None:
     return getattr(_thread, "trace", None)
 
 
@@ -140,7 +142,7 @@ def can_compile(
     strategy: tf.distribute.Strategy,
     placement: Placement,
 ) -> bool:
-    """Return whether XLA can compile a step; log the reason if it cannot.
+    """Return whether XLA can compile a replica's step; log the reason if it cannot.
 
     The step is traced and translated for XLA, for the first replica of this process; nothing runs.
 
@@ -151,19 +153,8 @@ def can_compile(
         strategy: The strategy.
         placement: Numbers of workers and replicas.
     """
-    reason = _refusal(step, data, strategy, placement)
-    if reason is not None:
-        log.warning("jit_compile: XLA cannot compile %s, which runs without it: %s", name, reason)
-    return reason is None
 
-
-def _refusal(
-    step: Callable, data: Any, strategy: tf.distribute.Strategy, placement: Placement
-) -> str | None:
-    """Return why XLA cannot compile a step, or None if it can."""
-    trace = _Trace()
-
-    def check() -> None:
+    def check(trace: Trace) -> None:
         with (
             tf.distribute.ReplicaContext(strategy, placement.first_replica),
             tf.device(strategy.extended.worker_devices[0]),
@@ -174,23 +165,49 @@ def _refusal(
                 function.experimental_get_compiler_ir(data)(stage="hlo")
                 return
             stack.enter_context(weighted_step(1.0 / placement.replicas))
-            function = _function(step, trace)
-            function.get_concrete_function(data)
-            _check_collectives(trace)
-            for update in trace.updates:
-                _check_order(trace, update)
-            function.experimental_get_compiler_ir(data)(stage="hlo")
+            check_step(step, trace, data)
 
+    return passes(check, name)
+
+
+def passes(check: Callable[[Trace], None], name: str) -> bool:
+    """Return whether XLA can compile a step; log the reason if it cannot.
+
+    Args:
+        check: Function that fails, or gives the trace a reason, if XLA cannot compile the step.
+        name: Name of the step for the log.
+    """
+    trace = Trace()
     # Replicas are traced in threads too, and what Keras keeps for a thread ends with it.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
-            thread.submit(check).result()
+            thread.submit(check, trace).result()
         except Exception as error:  # a fault of the step is raised again when it runs without XLA
-            return trace.reason or _reason(error)
-    return trace.reason
+            trace.reason = trace.reason or _reason(error)
+    if trace.reason is not None:
+        log.warning(
+            "jit_compile: XLA cannot compile %s, which runs without it: %s", name, trace.reason
+        )
+    return trace.reason is None
 
 
-def _function(step: Callable, trace: _Trace) -> Any:
+def check_step(step: Callable, trace: Trace, data: Any) -> None:
+    """Raise an error unless XLA can compile a step up to its updates.
+
+    Args:
+        step: Function of `data` that returns tensors.
+        trace: Object that describes the step's trace.
+        data: Nest of tensors.
+    """
+    function = function_of(step, trace)
+    function.get_concrete_function(data)
+    _check_collectives(trace)
+    for update in trace.updates:
+        _check_order(trace, update)
+    function.experimental_get_compiler_ir(data)(stage="hlo")
+
+
+def function_of(step: Callable, trace: Trace) -> Any:
     """Return a function, compiled by XLA, that returns a step's results and gradients.
 
     Args:
@@ -211,7 +228,7 @@ def _function(step: Callable, trace: _Trace) -> Any:
     return tf.function(part, jit_compile=True, autograph=False)
 
 
-def _check_collectives(trace: _Trace) -> None:
+def _check_collectives(trace: Trace) -> None:
     """Raise _NotCompiled if a graph has collectives, which XLA takes for those of one replica."""
     definition = trace.graph.as_graph_def()
     functions = definition.library.function
@@ -220,7 +237,7 @@ def _check_collectives(trace: _Trace) -> None:
             trace.refuse(f"it has a collective, {node.op} in {node.name!r}")
 
 
-def _check_order(trace: _Trace, update: _Update) -> None:
+def _check_order(trace: Trace, update: _Update) -> None:
     """Raise _NotCompiled if operations after an update need what it updates."""
     variables = update.variables
     if variables is None:
@@ -232,6 +249,7 @@ def _check_order(trace: _Trace, update: _Update) -> None:
         for outside, inside in trace.graph.captures
         if id(outside) in paths
     }
+    captured |= {trace.inputs[id(v)]: v.path for v in state if id(v) in trace.inputs}
     for operation in trace.graph.get_operations()[update.position :]:
         for x in operation.inputs:
             if x.name in captured:

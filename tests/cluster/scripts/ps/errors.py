@@ -63,19 +63,6 @@ def error_run_eagerly(strategy):
 
 
 @feature
-def error_jit_compile(strategy):
-    raises(
-        ValueError,
-        "jit_compile=True.*Pass jit_compile=False",
-        compiled(strategy, jit_compile=True).fit,
-        *data(),
-        verbose=0,
-    )
-    for automatic in ("auto", False):
-        compiled(strategy, jit_compile=automatic).fit(*data(), verbose=0)
-
-
-@feature
 def error_data_without_end(strategy):
     model = counter(strategy)
     endless = batches().repeat()

@@ -202,7 +202,7 @@ def test_arguments_travel_with_the_call_to_a_worker(batches, stacks):
 
     It would in a call that keeps all of Python waiting for a worker that is stopped.
     """
-    runner = RemoteRunner(None, None, keras.Sequential(), None, None, None, HOST)
+    runner = RemoteRunner(None, None, keras.Sequential(), None, None, None, None, HOST)
     runner._seeds = tf.zeros([0, 2], tf.int64)
     runner._pass = types.SimpleNamespace(graph=b"a data set")
     graph = types.SimpleNamespace(opener="open", function="run", stacks=stacks)
@@ -229,7 +229,7 @@ def test_late_steps_of_lost_workers_do_not_count():
     model.compile("sgd", "mse")
     model.build((None, 1))
     pool = types.SimpleNamespace(requeued=0)
-    runner = RemoteRunner(pool, None, model, model.train_step, None, None, HOST)
+    runner = RemoteRunner(pool, None, model, model.train_step, None, None, None, HOST)
     iterations = model.optimizer.iterations
     iterations.assign(7)  # a fit goes on where another has ended
     pool.requeued = 2
