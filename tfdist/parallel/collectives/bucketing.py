@@ -9,10 +9,16 @@ import tensorflow as tf
 
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.group import Group
+from tfdist.parallel.replica_weight import Weight
 
 
 def all_reduce(
-    group: Group, tensors: list, name: str, bucket_bytes: int, comm_dtype: str | None = None
+    group: Group,
+    tensors: list,
+    name: str,
+    bucket_bytes: int,
+    comm_dtype: str | None = None,
+    factor: Weight = 1.0,
 ) -> list:
     """Sum tensors over a group with one all-reduce for each bucket of small tensors.
 
@@ -22,6 +28,7 @@ def all_reduce(
         name: Name of this call, as for `Group.all_reduce`.
         bucket_bytes: Maximum size of a bucket in bytes; a larger tensor has a bucket for itself.
         comm_dtype: Dtype in which tensors are sent, as for `Group.all_reduce`.
+        factor: Factor of this replica's tensors, as for `Group.all_reduce`.
 
     Returns:
         Sums in the order and shapes of `tensors`.
@@ -44,7 +51,9 @@ def all_reduce(
             members,
             0,
             0,
-            functools.partial(group.all_reduce, name=f"{name}/{number}", comm_dtype=comm_dtype),
+            functools.partial(
+                group.all_reduce, name=f"{name}/{number}", comm_dtype=comm_dtype, factor=factor
+            ),
         )
         for i, part in zip(bucket, sums, strict=True):
             result[positions[i]] = tf.reshape(part, present[i].shape)
@@ -57,6 +66,7 @@ def reduce_scatter(
     plan: Sequence[Sequence[int]],
     name: str,
     comm_dtype: str | None = None,
+    factor: Weight = 1.0,
 ) -> list[tf.Tensor | None]:
     """Return this replica's rows of the sums of tensors over a group.
 
@@ -66,6 +76,7 @@ def reduce_scatter(
         plan: Buckets, each the indices of tensors that one reduce-scatter exchanges.
         name: Name of this call, as for `Group.all_reduce`.
         comm_dtype: Dtype in which tensors are sent, as for `Group.reduce_scatter`.
+        factor: Factor of this replica's tensors, as for `Group.all_reduce`.
 
     Returns:
         Tensors `[n]`, in the order of `tensors`.
@@ -78,7 +89,10 @@ def reduce_scatter(
                 1,
                 0,
                 functools.partial(
-                    group.reduce_scatter, name=f"{name} {number}", comm_dtype=comm_dtype
+                    group.reduce_scatter,
+                    name=f"{name} {number}",
+                    comm_dtype=comm_dtype,
+                    factor=factor,
                 ),
             )
             for i, part in zip(members, sums, strict=True):

@@ -23,6 +23,7 @@ from tfdist.keras_compat import engine_of
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
+from tfdist.parallel.replica_weight import Weight, weighted
 
 _meters = threading.local()
 OUTSIDE = "outside of steps: "  # prefix of the names of calls that are not part of a step
@@ -140,7 +141,12 @@ class Group:
         return self.members.index(self._placement.first_replica + self.local)
 
     def all_reduce(
-        self, x: tf.Tensor, name: str, op: str = "Add", comm_dtype: str | None = None
+        self,
+        x: tf.Tensor,
+        name: str,
+        op: str = "Add",
+        comm_dtype: str | None = None,
+        factor: Weight = 1.0,
     ) -> tf.Tensor:
         """Return the sum, minimum or maximum of a tensor over the group.
 
@@ -150,16 +156,21 @@ class Group:
             op: Reduction: "Add", "Min" or "Max".
             comm_dtype: Dtype in which a sum's tensors are sent, one of `tfdist.sync.COMM_DTYPES`.
                 The sum is computed in the dtype of `x`, and rounded once. None: the dtype of `x`.
+            factor: Factor of this replica's tensor in a sum of floats, as for `weighted`.
 
         Returns:
             Tensor of the shape and dtype of `x`, equal bit for bit on all replicas.
         """
+        transport = self._native(x)
+        whole = comm_dtype is None or op != "Add" or x.dtype.size <= 2
+        if self.size > 1 and whole and transport is not None:
+            self._count(name, x, 2 * (self.size - 1) / self.size)
+            return transport.all_reduce([x], self._call_name(name), op, factor)[0]
+        (x,) = weighted([x], factor)
         if self.size == 1:
             return x
-        if comm_dtype is None or op != "Add" or x.dtype.size <= 2:
+        if whole:
             self._count(name, x, 2 * (self.size - 1) / self.size)
-            if (transport := self._native(x)) is not None:
-                return transport.all_reduce([x], self._call_name(name), op)[0]
             return self._on_device(
                 tf.raw_ops.CollectiveReduceV2, x, name, merge_op=op, final_op="Id"
             )
@@ -167,23 +178,27 @@ class Group:
         full = self.all_gather(tf.cast(part, comm_dtype), f"{name}/whole")
         return flat_shards.from_rows(tf.cast(full, x.dtype), x.shape)
 
-    def reduce_scatter(self, x: tf.Tensor, name: str, comm_dtype: str | None = None) -> tf.Tensor:
+    def reduce_scatter(
+        self, x: tf.Tensor, name: str, comm_dtype: str | None = None, factor: Weight = 1.0
+    ) -> tf.Tensor:
         """Return this replica's row of the sum over the group.
 
         Args:
             x: Tensor `[size, n]`. n may be unknown when the call is traced, as for `all_to_all`.
             name: Name of this call.
             comm_dtype: Dtype in which the tensor is sent, as for `all_reduce`.
+            factor: Factor of this replica's tensor, as for `all_reduce`.
 
         Returns:
             Row `[n]` of the sum, in the dtype of `x`.
         """
+        transport = self._native(x) if comm_dtype is None or x.dtype.size <= 2 else None
+        if self.size > 1 and transport is not None:
+            self._count(name, x, (self.size - 1) / self.size)
+            return transport.reduce_scatter(x, self._call_name(name), factor)
+        (x,) = weighted([x], factor)
         if self.size == 1:
             return x[0]
-        transport = self._native(x) if comm_dtype is None or x.dtype.size <= 2 else None
-        if transport is not None:
-            self._count(name, x, (self.size - 1) / self.size)
-            return transport.reduce_scatter(x, self._call_name(name))
         sent = x if comm_dtype is None or x.dtype.size <= 2 else tf.cast(x, comm_dtype)
         # add_n takes half the time of reduce_sum.
         return tf.add_n([tf.cast(row, x.dtype) for row in tf.unstack(self.all_to_all(sent, name))])

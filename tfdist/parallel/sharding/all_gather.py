@@ -100,7 +100,6 @@ class Gathering:
         scale = self.scale()
         # A factor that all replicas share is cheaper after the sum, on this replica's part.
         varies = not isinstance(scale, float)
-        grads = weighted(grads, scale) if varies else grads
         rows: list[tf.Tensor | None] = [None] * len(variables)
         for i, (g, v, part) in enumerate(zip(grads, variables, parts, strict=True)):
             if g is not None:
@@ -109,7 +108,12 @@ class Gathering:
                     self.backward_group.size,
                 )
         sums = reduce_scatter(
-            self.backward_group, rows, self._buckets(variables, parts), name, self.grad_dtype
+            self.backward_group,
+            rows,
+            self._buckets(variables, parts),
+            name,
+            self.grad_dtype,
+            scale if varies else 1.0,
         )
         return sums if varies else weighted(sums, scale)
 

@@ -37,7 +37,6 @@ from tfdist.optimizers import check_sparse
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.bucketing import all_gather, all_reduce, reduce_scatter
 from tfdist.parallel.collectives.group import OUTSIDE, Group
-from tfdist.parallel.replica_weight import weighted
 from tfdist.parallel.sharding import global_norm
 from tfdist.parallel.sharding.fsdp import check_deferred
 from tfdist.parallel.sharding.global_norm import check_elementwise
@@ -433,11 +432,16 @@ class Zero(keras.optimizers.Optimizer):
             None if g is None else tf.cast(tf.reshape(g, v.shape), v.dtype)
             for g, v in zip(grads, self._parts.full, strict=True)
         ]
-        dense = weighted(dense, global_norm.scale(self.policy, self.group.size))
+        scale = global_norm.scale(self.policy, self.group.size)
         own_rows = take_rows(self._parts.full)
         if self.stage == 1:
             sums = all_reduce(
-                self.group, dense, "sums", self.policy.bucket_bytes, self.policy.comm_dtype
+                self.group,
+                dense,
+                "sums",
+                self.policy.bucket_bytes,
+                self.policy.comm_dtype,
+                scale,
             )
             parts = [
                 None if x is None else flat_shards.to_rows(x, self.group.size)[self.group.rank]
@@ -447,7 +451,7 @@ class Zero(keras.optimizers.Optimizer):
             rows = [None if g is None else flat_shards.to_rows(g, self.group.size) for g in dense]
             # Small gradients between large ones that are not sent travel together.
             plan = self._buckets([g is not None for g in dense])
-            parts = reduce_scatter(self.group, rows, plan, "sum", self.policy.comm_dtype)
+            parts = reduce_scatter(self.group, rows, plan, "sum", self.policy.comm_dtype, scale)
         for i, own in own_rows.items():
             parts[i] = own if parts[i] is None else parts[i] + own
         return parts

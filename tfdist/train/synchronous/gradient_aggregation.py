@@ -22,7 +22,7 @@ from tfdist.keras_compat.sparse_gradients import merge_duplicates
 from tfdist.parallel.collectives.bucketing import all_reduce
 from tfdist.parallel.collectives.group import Group, metered, native_transport
 from tfdist.parallel.placement import Placement
-from tfdist.parallel.replica_weight import gradient_factor, weighted
+from tfdist.parallel.replica_weight import Weight, gradient_factor, weighted
 from tfdist.parallel.sharding.step_products import take_rows
 from tfdist.sync import Gradients, Policy
 from tfdist.train.synchronous import gradient_sum
@@ -146,9 +146,10 @@ class GradientAggregation:
         """
         local = local_replica(self._placement)
         update = _Update(optimizer, keras_apply, variables, local, self._central)
-        grads = weighted(grads, gradient_factor(self.policy.combine, self._placement.replicas))
+        factor = gradient_factor(self.policy.combine, self._placement.replicas)
         if self.policy.plain:
-            return self._apply_plain(update, grads, watch)
+            return self._apply_plain(update, grads, factor, watch)
+        grads = weighted(grads, factor)
         grads = gradient_sum.dense(grads, optimizer, variables)
         if self.policy.accumulate == 1:
             return self._apply(update, grads, watch)
@@ -175,7 +176,9 @@ class GradientAggregation:
 
         return tf.cond(steps >= self.policy.accumulate, apply_mean, lambda: None)
 
-    def _apply_plain(self, update: _Update, grads: list, watch: GradientCallback | None) -> Any:
+    def _apply_plain(
+        self, update: _Update, grads: list, factor: Weight, watch: GradientCallback | None
+    ) -> Any:
         context = tf.distribute.get_replica_context()
         replicated = self._placement.replicas > 1
         variables = update.variables or known_variables(update.optimizer)
@@ -183,7 +186,7 @@ class GradientAggregation:
         peers = self._placement.replicas - 1
         sent = 2 * peers / (peers + 1) * sum(_bytes(g) for g in grads if g is not None)
         graph_timestamps.before_sum(update.local, [*grads, *rows.values()], replicated)
-        summed = gradient_sum.sum_over_replicas(context, list(grads))
+        summed = gradient_sum.sum_over_replicas(context, list(grads), factor)
         if rows:
             group = self._factors
             assert group is not None  # the rows were computed with it

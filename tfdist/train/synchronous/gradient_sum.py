@@ -14,7 +14,7 @@ from tfdist.keras_compat import local_update
 from tfdist.keras_compat.parallel import known_variables
 from tfdist.optimizers import check_sparse
 from tfdist.parallel.collectives.group import is_native, native_transport
-from tfdist.parallel.replica_weight import weighted_step
+from tfdist.parallel.replica_weight import Weight, weighted, weighted_step
 from tfdist.parallel.sharding.fsdp import FSDP
 from tfdist.parallel.sharding.zero import Zero
 from tfdist.train.timing import graph_timestamps
@@ -46,14 +46,21 @@ def leave_loop() -> None:
         raise NotInLoop
 
 
-def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> list:
+def sum_over_replicas(
+    context: tf.distribute.ReplicaContext, grads: list, factor: Weight = 1.0
+) -> list:
     """Return the sum of each gradient over the replicas; None stays None.
 
     Gradients of one dtype travel together, because TensorFlow packs them into one buffer. Native
     collectives sum dense gradients where they are used.
+
+    Args:
+        context: Context of this replica.
+        grads: Gradients of this replica.
+        factor: Factor of these, as for `weighted`.
     """
     if context.num_replicas_in_sync == 1:
-        return grads
+        return weighted(grads, factor)
     if any(isinstance(g, tf.IndexedSlices) and g.indices.shape[0] is None for g in grads):
         leave_loop()
     summed = list(grads)
@@ -62,10 +69,10 @@ def sum_over_replicas(context: tf.distribute.ReplicaContext, grads: list) -> lis
         addends = [grads[i] for i in positions]
         transport = native_transport(context.strategy)
         if transport is not None and is_native(addends):
-            totals = transport.all_reduce(addends, "gradients")
+            totals = transport.all_reduce(addends, "gradients", factor=factor)
         else:
             with weighted_step(1.0):  # the sums themselves have no gradients
-                totals = context.all_reduce("SUM", addends)
+                totals = context.all_reduce("SUM", weighted(addends, factor))
         for i, total in zip(positions, totals, strict=True):
             summed[i] = total
     return summed

@@ -34,6 +34,7 @@ struct Call {
   int collective = 0;  // what an exchange does; the header may say what the whole call is
   Spans input;
   Spans output;
+  double factor = 1;  // of the own input of a sum; 0 makes it zeros, whatever it holds
 };
 
 // A failed call. The message is for users.
@@ -87,6 +88,8 @@ class Exchange {
 
   // Runs a call; throws Failure.
   virtual void Run(const Call& call) = 0;
+  // Whether calls may have a factor other than 1.
+  virtual bool CanScale() const { return false; }
 
  protected:
   Peers* const peers_;
@@ -104,6 +107,7 @@ class Communicator {
   bool Run(Call* call, std::string* error);
 
   Peers* peers() { return peers_.get(); }
+  bool CanScale() const { return exchange_->CanScale(); }
 
  private:
   const std::unique_ptr<Peers> peers_;

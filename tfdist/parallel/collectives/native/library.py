@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 
 # What the library must say of itself. One from an older build of the package is not used.
-VERSION = 2
+VERSION = 3
 ALL_REDUCE = 0
 REDUCE_SCATTER = 1
 ALL_GATHER = 2
@@ -70,6 +70,7 @@ def load() -> ctypes.CDLL | None:
         ctypes.c_int,
         ctypes.c_int,
         ctypes.c_int,
+        ctypes.c_double,
         ctypes.c_char_p,
         ctypes.c_void_p,
         ctypes.c_void_p,
@@ -166,6 +167,7 @@ class CompiledExchange:
         arrays: Sequence[np.ndarray],
         reduction: str = "Add",
         in_place: bool = False,
+        factor: float = 1.0,
     ) -> list[np.ndarray]:
         """Run a collective on arrays of one dtype, and return its results.
 
@@ -176,6 +178,7 @@ class CompiledExchange:
             reduction: One of `REDUCTIONS`.
             in_place: Whether an all-reduce overwrites its arrays, which must be contiguous, as it
                 does in a step of training.
+            factor: Factor of this process's floats in a sum, which needs memory that all share.
 
         Raises:
             TransportError: If a worker was lost, or the workers are out of step.
@@ -196,6 +199,7 @@ class CompiledExchange:
             collective,
             DTYPES[arrays[0].dtype.name],
             REDUCTIONS[reduction],
+            factor,
             name.encode(),
             pointers(*(x.ctypes.data for x in arrays)),
             pointers(*(x.ctypes.data for x in results)),

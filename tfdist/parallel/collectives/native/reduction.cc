@@ -112,30 +112,56 @@ void ReduceTwo(const T* first, const T* second, size_t elements, T* output, T* c
   }
 }
 
+// The same with factors. A product by 1 is exact.
+template <typename Operation, typename T>
+void ReduceTwoScaled(const T* first, T first_factor, const T* second, T second_factor,
+                     size_t elements, T* output, T* copy) {
+  if (copy) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < elements; ++i) {
+      output[i] = copy[i] = Operation::Combine(first[i] * first_factor, second[i] * second_factor);
+    }
+  } else {
+#pragma GCC ivdep
+    for (size_t i = 0; i < elements; ++i) {
+      output[i] = Operation::Combine(first[i] * first_factor, second[i] * second_factor);
+    }
+  }
+}
+
 template <typename Dtype, typename Operation>
-void ReduceTyped(const void* const* sources, int count, size_t bytes, void* output, void* copy) {
+void ReduceTyped(const void* const* sources, int count, size_t bytes, void* output, void* copy,
+                 int scaled, double factor) {
   using Stored = typename Dtype::Stored;
   using Computed = typename Dtype::Computed;
   const size_t elements = bytes / sizeof(Stored);
   if constexpr (std::is_same_v<Stored, Computed>) {
     if (count == 2) {
-      return ReduceTwo<Operation>(static_cast<const Stored*>(sources[0]),
-                                  static_cast<const Stored*>(sources[1]), elements,
-                                  static_cast<Stored*>(output), static_cast<Stored*>(copy));
+      const auto* first = static_cast<const Stored*>(sources[0]);
+      const auto* second = static_cast<const Stored*>(sources[1]);
+      auto* results = static_cast<Stored*>(output);
+      auto* copies = static_cast<Stored*>(copy);
+      if (scaled < 0) return ReduceTwo<Operation>(first, second, elements, results, copies);
+      return ReduceTwoScaled<Operation>(first, static_cast<Stored>(scaled == 0 ? factor : 1), second,
+                                        static_cast<Stored>(scaled == 1 ? factor : 1), elements,
+                                        results, copies);
     }
   }
   Computed block[kBlock];
+  auto factor_of = [&](int source) { return static_cast<Computed>(source == scaled ? factor : 1); };
   for (size_t begin = 0; begin < elements; begin += kBlock) {
     const size_t n = std::min(kBlock, elements - begin);
     const Stored* first = static_cast<const Stored*>(sources[0]) + begin;
     const Stored* second = static_cast<const Stored*>(sources[1]) + begin;
+    const Computed f = factor_of(0), g = factor_of(1);
     for (size_t i = 0; i < n; ++i) {
-      block[i] = Operation::Combine(Dtype::Load(first[i]), Dtype::Load(second[i]));
+      block[i] = Operation::Combine(Dtype::Load(first[i]) * f, Dtype::Load(second[i]) * g);
     }
     for (int r = 2; r < count; ++r) {
       const Stored* source = static_cast<const Stored*>(sources[r]) + begin;
+      const Computed h = factor_of(r);
       for (size_t i = 0; i < n; ++i) {
-        block[i] = Operation::Combine(block[i], Dtype::Load(source[i]));
+        block[i] = Operation::Combine(block[i], Dtype::Load(source[i]) * h);
       }
     }
     Stored* result = static_cast<Stored*>(output) + begin;
@@ -146,15 +172,25 @@ void ReduceTyped(const void* const* sources, int count, size_t bytes, void* outp
 
 template <typename Dtype>
 void ReduceBy(int reduction, const void* const* sources, int count, size_t bytes, void* output,
-              void* copy) {
+              void* copy, int scaled, double factor) {
   switch (reduction) {
     case TFDIST_MIN:
-      return ReduceTyped<Dtype, Min>(sources, count, bytes, output, copy);
+      return ReduceTyped<Dtype, Min>(sources, count, bytes, output, copy, scaled, factor);
     case TFDIST_MAX:
-      return ReduceTyped<Dtype, Max>(sources, count, bytes, output, copy);
+      return ReduceTyped<Dtype, Max>(sources, count, bytes, output, copy, scaled, factor);
     default:
-      return ReduceTyped<Dtype, Sum>(sources, count, bytes, output, copy);
+      return ReduceTyped<Dtype, Sum>(sources, count, bytes, output, copy, scaled, factor);
   }
+}
+
+template <typename Dtype>
+void ScaleTyped(double factor, const void* source, size_t bytes, void* target) {
+  using Stored = typename Dtype::Stored;
+  const auto* from = static_cast<const Stored*>(source);
+  auto* to = static_cast<Stored*>(target);
+  const auto f = static_cast<typename Dtype::Computed>(factor);
+#pragma GCC ivdep
+  for (size_t i = 0; i < bytes / sizeof(Stored); ++i) to[i] = Dtype::Store(Dtype::Load(from[i]) * f);
 }
 
 }  // namespace
@@ -195,20 +231,33 @@ const char* DtypeName(int dtype) {
 }
 
 void Reduce(int dtype, int reduction, const void* const* sources, int count, size_t bytes,
-            void* output, void* copy) {
+            void* output, void* copy, int scaled, double factor) {
   switch (dtype) {
     case TFDIST_FLOAT64:
-      return ReduceBy<Plain<double>>(reduction, sources, count, bytes, output, copy);
+      return ReduceBy<Plain<double>>(reduction, sources, count, bytes, output, copy, scaled, factor);
     case TFDIST_INT64:
-      return ReduceBy<Plain<int64_t>>(reduction, sources, count, bytes, output, copy);
+      return ReduceBy<Plain<int64_t>>(reduction, sources, count, bytes, output, copy, scaled, factor);
     case TFDIST_INT32:
-      return ReduceBy<Plain<int32_t>>(reduction, sources, count, bytes, output, copy);
+      return ReduceBy<Plain<int32_t>>(reduction, sources, count, bytes, output, copy, scaled, factor);
     case TFDIST_BFLOAT16:
-      return ReduceBy<BFloat16>(reduction, sources, count, bytes, output, copy);
+      return ReduceBy<BFloat16>(reduction, sources, count, bytes, output, copy, scaled, factor);
     case TFDIST_FLOAT16:
-      return ReduceBy<Float16>(reduction, sources, count, bytes, output, copy);
+      return ReduceBy<Float16>(reduction, sources, count, bytes, output, copy, scaled, factor);
     default:
-      return ReduceBy<Plain<float>>(reduction, sources, count, bytes, output, copy);
+      return ReduceBy<Plain<float>>(reduction, sources, count, bytes, output, copy, scaled, factor);
+  }
+}
+
+void Scale(int dtype, double factor, const void* source, size_t bytes, void* target) {
+  switch (dtype) {
+    case TFDIST_FLOAT64:
+      return ScaleTyped<Plain<double>>(factor, source, bytes, target);
+    case TFDIST_BFLOAT16:
+      return ScaleTyped<BFloat16>(factor, source, bytes, target);
+    case TFDIST_FLOAT16:
+      return ScaleTyped<Float16>(factor, source, bytes, target);
+    default:
+      return ScaleTyped<Plain<float>>(factor, source, bytes, target);
   }
 }
 

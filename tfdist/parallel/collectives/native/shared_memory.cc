@@ -66,6 +66,8 @@ class SharedMemoryExchange : public Exchange {
   SharedMemoryExchange(Peers* peers, std::vector<int> members, char* memory)
       : Exchange(peers, std::move(members)), memory_(memory) {}
 
+  bool CanScale() const override { return true; }
+
   ~SharedMemoryExchange() override { munmap(memory_, SharedBytes(size_)); }
 
   void Run(const Call& call) override {
@@ -132,12 +134,12 @@ class SharedMemoryExchange : public Exchange {
     switch (call.collective) {
       case TFDIST_ALL_REDUCE:
         if (IsWhole(call)) {
-          call.input.CopyTo(own, offset, bytes);
+          PostScaled(call, own, offset, bytes);
         } else {  // all but the part that this process reduces
           const size_t begin = PartBegin(bytes, width, own_, size_);
           const size_t end = PartBegin(bytes, width, own_ + 1, size_);
-          call.input.CopyTo(own, offset, begin);
-          call.input.CopyTo(own + end, offset + end, bytes - end);
+          PostScaled(call, own, offset, begin);
+          PostScaled(call, own + end, offset + end, bytes - end);
         }
         break;
       case TFDIST_ALL_GATHER:
@@ -146,8 +148,22 @@ class SharedMemoryExchange : public Exchange {
       default:  // a part of each row, one after the other
         for (int m = 0; m < size_; ++m) {
           if (m == own_) continue;
-          call.input.CopyTo(own + m * bytes, call.input.bytes() / size_ * m + offset, bytes);
+          PostScaled(call, own + m * bytes, call.input.bytes() / size_ * m + offset, bytes);
         }
+    }
+  }
+
+  // Copies bytes of the input times the call's factor.
+  static void PostScaled(const Call& call, char* target, size_t offset, size_t bytes) {
+    if (call.factor == 1) return call.input.CopyTo(target, offset, bytes);
+    for (size_t room; bytes > 0; offset += room, target += room, bytes -= room) {
+      const char* source = call.input.At(offset, &room);
+      room = std::min(room, bytes);
+      if (call.factor == 0) {
+        memset(target, 0, room);
+      } else {
+        Scale(call.header.dtype, call.factor, source, room, target);
+      }
     }
   }
 
@@ -198,17 +214,24 @@ class SharedMemoryExchange : public Exchange {
     }
   }
 
-  // Reduces the own input and bytes of the others' slots, in the order of the members.
+  // Reduces the own input and bytes of the others' slots, in the order of the members. Where all
+  // processes reduce the same bytes, they take what all have posted, which may have been rounded.
   void ReduceSlots(const Call& call, uint32_t round, size_t in_slot, size_t in_input,
                    size_t in_output, size_t bytes, char* copy) {
+    static const char zeros[kSlotBytes] = {};
+    const bool posted = call.collective == TFDIST_ALL_REDUCE && IsWhole(call);
+    const int scaled = call.factor == 1 || call.factor == 0 || posted ? -1 : own_;
     std::vector<const void*> sources(size_);
     while (bytes > 0) {
       size_t room, output_room;
       const char* own = call.input.At(in_input, &room);
       char* output = call.output.At(in_output, &output_room);
       const size_t n = std::min({room, output_room, bytes});
+      if (posted) own = slot(own_, round) + in_slot;
+      if (!posted && call.factor == 0) own = zeros;
       for (int m = 0; m < size_; ++m) sources[m] = m == own_ ? own : slot(m, round) + in_slot;
-      Reduce(call.header.dtype, call.header.reduction, sources.data(), size_, n, output, copy);
+      Reduce(call.header.dtype, call.header.reduction, sources.data(), size_, n, output, copy,
+             scaled, call.factor);
       in_slot += n;
       in_input += n;
       in_output += n;

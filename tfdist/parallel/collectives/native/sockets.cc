@@ -262,7 +262,7 @@ class SocketExchange : public Exchange {
       sources[own_] = own;
       for (const Lane& lane : lanes_) sources[lane.member] = lane.chunk.get() + offset;
       Reduce(call_->header.dtype, call_->header.reduction, sources.data(), size_, n, output,
-             nullptr);
+             nullptr, -1, 1);
       offset += n;
     }
     reduced_ += bytes;

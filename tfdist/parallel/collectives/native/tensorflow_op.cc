@@ -51,6 +51,7 @@ struct Kernel {
   int64_t size = 1;
   int64_t collective = 0;
   int64_t reduction = 0;
+  int64_t factors = 0;  // of the inputs, after the tensors: 0 or 1
   std::string name;
 };
 
@@ -64,6 +65,7 @@ void* Create(TF_OpKernelConstruction* construction) {
   read("size", &kernel->size);
   read("collective", &kernel->collective);
   read("reduction", &kernel->reduction);
+  read("M", &kernel->factors);
   int32_t count = 0, bytes = 0;
   if (status.ok()) {
     tf.OpKernelConstruction_GetAttrSize(construction, "call", &count, &bytes, status.get());
@@ -140,14 +142,23 @@ void Compute(void* data, TF_OpKernelContext* context) {
   const Kernel& kernel = *static_cast<Kernel*>(data);
   Status status;
   Tensors tensors;
-  const int count = tf.NumInputs(context);
+  const int count = tf.NumInputs(context) - static_cast<int>(kernel.factors);
+  double factor = 1;
+  if (kernel.factors) {
+    TF_Tensor* scalar = nullptr;
+    tf.GetInput(context, count, &scalar, status.get());
+    if (status.ok()) {
+      memcpy(&factor, tf.TensorData(scalar), sizeof factor);
+      tf.DeleteTensor(scalar);
+    }
+  }
   for (int i = 0; i < count && status.ok(); ++i) Take(kernel, context, i, &tensors, &status);
   if (status.ok()) {
     char error[4096];
     if (tfdist_run(kernel.communicator, static_cast<int>(kernel.collective), tensors.dtype,
-                   static_cast<int>(kernel.reduction), kernel.name.c_str(), tensors.inputs.data(),
-                   tensors.outputs.data(), tensors.input_bytes.data(), tensors.output_bytes.data(),
-                   count, error, sizeof error)) {
+                   static_cast<int>(kernel.reduction), factor, kernel.name.c_str(),
+                   tensors.inputs.data(), tensors.outputs.data(), tensors.input_bytes.data(),
+                   tensors.output_bytes.data(), count, error, sizeof error)) {
       // UNAVAILABLE would say more, but TensorFlow replaces it in operations other than its own.
       tf.SetStatus(status.get(), kAborted, error);
     }
@@ -158,6 +169,7 @@ void Compute(void* data, TF_OpKernelContext* context) {
 void Register() {
   TF_OpDefinitionBuilder* definition = tf.NewOpDefinitionBuilder("TfdistCollective");
   tf.OpDefinitionBuilderAddAttr(definition, "N: int >= 1");
+  tf.OpDefinitionBuilderAddAttr(definition, "M: int >= 0");
   tf.OpDefinitionBuilderAddAttr(definition, "T: {float, double, int32, int64, bfloat16, half}");
   tf.OpDefinitionBuilderAddAttr(definition, "communicator: int");
   tf.OpDefinitionBuilderAddAttr(definition, "size: int");
@@ -165,6 +177,7 @@ void Register() {
   tf.OpDefinitionBuilderAddAttr(definition, "reduction: int");
   tf.OpDefinitionBuilderAddAttr(definition, "call: string");
   tf.OpDefinitionBuilderAddInput(definition, "values: N * T");
+  tf.OpDefinitionBuilderAddInput(definition, "factors: M * double");  // scalars
   tf.OpDefinitionBuilderAddOutput(definition, "results: N * T");
   tf.OpDefinitionBuilderSetIsStateful(definition, true);
   // The caller sets the shapes of the results; the C interface cannot read attributes here.

@@ -50,7 +50,7 @@ std::string CheckSizes(size_t size, int collective, int dtype, size_t inputs, si
 
 }  // namespace
 
-int tfdist_version(void) { return 2; }
+int tfdist_version(void) { return 3; }
 
 size_t tfdist_shared_bytes(int size) { return tfdist::SharedBytes(size); }
 
@@ -81,7 +81,8 @@ int64_t tfdist_open(int rank, int size, const int* sockets, const int* hosts, in
   return next++;
 }
 
-int tfdist_run(int64_t number, int collective, int dtype, int reduction, const char* name,
+int tfdist_run(int64_t number, int collective, int dtype, int reduction, double factor,
+               const char* name,
                const void* const* inputs, void* const* outputs, const size_t* input_bytes,
                const size_t* output_bytes, int count, char* error, size_t error_bytes) {
   auto fail = [&](const std::string& message) {
@@ -98,9 +99,16 @@ int tfdist_run(int64_t number, int collective, int dtype, int reduction, const c
   const std::string problem = CheckSizes(communicator->peers()->size(), collective, dtype,
                                          call.input.bytes(), call.output.bytes(), count);
   if (!problem.empty()) return fail(problem);
+  const bool sums = (collective == TFDIST_ALL_REDUCE || collective == TFDIST_REDUCE_SCATTER) &&
+                    reduction == TFDIST_SUM;
+  const bool integers = dtype == TFDIST_INT32 || dtype == TFDIST_INT64;
+  if (factor != 1 && (!sums || integers || !communicator->CanScale())) {
+    return fail("expected a sum of floats in shared memory for a factor");
+  }
   memset(&call.header, 0, sizeof call.header);  // headers are compared byte by byte
   call.header.bytes = call.input.bytes();
   call.header.collective = call.collective = collective;
+  call.factor = factor;
   call.header.dtype = dtype;
   call.header.reduction = reduction;
   call.header.buffers = count;

@@ -60,8 +60,11 @@ int64_t tfdist_open(int rank, int size, const int* sockets, const int* hosts, in
 // all-reduce. Returns 0, or -1 with a message in `error`. After an error the communicator is broken:
 // its peers are told, and all later calls fail with the same message.
 //
+//   factor: Factor of this process's floats in a sum. Other than 1, it needs an all-reduce or a
+//           reduce-scatter, and memory that all processes share. With 0, NaN counts as 0, too.
 //   name: Name of the call, equal in all processes; up to 79 characters are compared.
-int tfdist_run(int64_t communicator, int collective, int dtype, int reduction, const char* name,
+int tfdist_run(int64_t communicator, int collective, int dtype, int reduction, double factor,
+               const char* name,
                const void* const* inputs, void* const* outputs, const size_t* input_bytes,
                const size_t* output_bytes, int count, char* error, size_t error_bytes);
 

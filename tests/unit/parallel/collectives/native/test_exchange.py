@@ -125,6 +125,69 @@ def test_results_are_those_of_numpy_bit_for_bit(kind, size):
         assert peers.finish() == [[]] * size
 
 
+FACTORS = (0.1, 1 / 3, 1.0, 0.0)  # by rank; 0 of a worker without rows, whose mean is NaN
+
+
+def scaled(rank, gather, kind, size):
+    """Return the sums of arrays times factors, and the calls whose results differ from NumPy's."""
+    exchange = connect(kind, rank, size, gather)
+    factors = FACTORS[-size:]
+    sums = []
+    wrong = []
+    for dtype in ("float32", "float64", "bfloat16", "float16"):
+        for n in (1, 17, 4099, 70_001):
+            rows = [values(r, (size, n), dtype) for r in range(size)]
+            weighed = [x * x.dtype.type(f) for x, f in zip(rows, factors, strict=True)]
+            own = np.full_like(rows[rank], np.nan) if factors[rank] == 0 else rows[rank]
+            (total,) = exchange.run(ALL_REDUCE, "sum", [own], factor=factors[rank])
+            (part,) = exchange.run(REDUCE_SCATTER, "rows", [own], factor=factors[rank])
+            sums.append(total.tobytes())
+            expected = reduced(weighed)
+            for found, right in ((total, expected), (part, expected[rank])):
+                # Those of 16 bits are not rounded before they are added where they are.
+                equal = (
+                    same(found, right)
+                    if found.itemsize > 2
+                    else np.allclose(found.astype(float), right.astype(float), 0.02, 2)
+                )
+                if not equal:
+                    wrong.append(f"{dtype} {n}")
+    exchange.close()
+    return sums, wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_arrays_are_added_times_factors_and_all_get_the_same_bits(size):
+    require("shared memory")
+    with Peers(size, scaled, "shared memory", size) as peers:
+        (first, wrong), *others = peers.finish()
+    assert not wrong
+    assert [found for found in others if found != (first, [])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "collective"),
+    [
+        ("unix", "float32", ALL_REDUCE),
+        ("shared memory", "int32", ALL_REDUCE),
+        ("shared memory", "float32", ALL_GATHER),
+    ],
+)
+def test_a_factor_that_cannot_be_applied_is_an_error(kind, dtype, collective):
+    require(kind)
+    with Peers(2, refused, kind, dtype, collective) as peers:
+        for message in peers.finish():
+            assert message == "expected a sum of floats in shared memory for a factor"
+
+
+def refused(rank, gather, kind, dtype, collective):
+    exchange = connect(kind, rank, 2, gather)
+    with pytest.raises(TransportError) as caught:
+        exchange.run(collective, "sum", [values(rank, 3, dtype)], factor=0.5)
+    exchange.close()
+    return str(caught.value)
+
+
 def special_values(rank, gather):
     exchange = connect("unix", rank, 2, gather)
     wrong = []

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import os
 import socket
 
 import numpy as np
@@ -9,30 +10,45 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.parallel.collectives.native.peers import require
-from tfdist.parallel.collectives.native.library import CompiledExchange
+from tfdist.parallel.collectives.native.library import CompiledExchange, shared_bytes
 from tfdist.parallel.collectives.native.python_exchange import PythonExchange
 from tfdist.parallel.collectives.native.transport import Transport
 
 NAMES = ["worker:0", "worker:1"]
-EXCHANGES = {"compiled": CompiledExchange, "python": PythonExchange}
+EXCHANGES = {
+    "compiled": CompiledExchange,
+    "shared memory": CompiledExchange,
+    "python": PythonExchange,
+}
 
 
 @pytest.fixture(params=list(EXCHANGES))
 def both(request):
     """Run a function of a transport on both ranks at once, and return the results."""
-    if request.param == "compiled":
+    kind = request.param
+    if kind != "python":
         require("unix")
     ends = socket.socketpair()
-    pair = [
-        Transport(
-            EXCHANGES[request.param](
-                rank, [None if r == rank else ends[rank] for r in range(2)], NAMES, 30.0
-            ),
-            NAMES,
-            "sockets",
-        )
-        for rank in range(2)
-    ]
+    with contextlib.ExitStack() as stack:
+        memory = []
+        if kind == "shared memory":
+            memory.append(os.memfd_create("test"))
+            stack.callback(os.close, memory[0])
+            os.truncate(memory[0], shared_bytes(2))
+        pair = [
+            Transport(
+                EXCHANGES[kind](
+                    rank,
+                    [None if r == rank else ends[rank] for r in range(2)],
+                    NAMES,
+                    30.0,
+                    *memory,
+                ),
+                NAMES,
+                kind if memory else "sockets",
+            )
+            for rank in range(2)
+        ]
 
     def run(function):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -74,6 +90,28 @@ def test_collectives_have_the_shapes_and_values_of_their_names(both, compiled):
             [[3.0, 4.0], [30.0, 40.0]],
             [[1.0, 2.0], [10.0, 20.0]] if rank == 0 else [[3.0, 4.0], [30.0, 40.0]],
         ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sums_are_of_tensors_times_each_ranks_factor(both, compiled):
+    def on_rank(transport, rank):
+        def collectives(factor):
+            x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+            lost = x * (np.nan if rank else 1.0)
+            return [
+                *transport.all_reduce([x, x[0]], "sum", factor=factor),
+                *transport.all_reduce([x], "of a number", factor=0.5),
+                *transport.all_reduce([lost], "without", factor=tf.cast(1 - rank, tf.float64)),
+                transport.reduce_scatter(x, "rows of sums", factor),
+            ]
+
+        function = tf.function(collectives) if compiled else collectives
+        return [x.numpy().tolist() for x in function(tf.constant([0.5, 2.0][rank], tf.float64))]
+
+    x = np.array([[1.0, 2.0], [3.0, 4.0]])
+    for rank, results in enumerate(both(on_rank)):
+        expected = [2.5 * x, 2.5 * x[0], x, x, 2.5 * x[rank]]
+        assert results == [each.tolist() for each in expected]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "int32"])
