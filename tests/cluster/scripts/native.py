@@ -253,9 +253,9 @@ def main(directory):
     traced = []
     call = Transport._call
 
-    def noted(self, collective, tensors, name, *reduction):
+    def noted(self, collective, tensors, name, *more, **options):
         traced.append((self.kind, name))
-        return call(self, collective, tensors, name, *reduction)
+        return call(self, collective, tensors, name, *more, **options)
 
     Transport._call = noted
     results = {("resumed", "native"): resumed, ("whole", "native"): fitted(strategy, epochs=3)}
