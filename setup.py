@@ -69,7 +69,7 @@ TRANSPORT = Extension(
         for name in ("communicator", "reduction", "spans", "tensorflow_c_api", "transport")
     ],
     language="c++",
-    # Products and sums are rounded one by one on all processors, so that workers get equal sums.
+    # Products and sums are rounded one by one on all processors: sums are those of TensorFlow.
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off"],
     libraries=["dl"],
     optional=True,

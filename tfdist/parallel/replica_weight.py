@@ -127,7 +127,6 @@ def weighted(values: Sequence[Any], factor: Weight) -> list:
 def _weighted(x: Any, factor: Weight) -> Any:
     if isinstance(x, tf.IndexedSlices):
         return tf.IndexedSlices(_weighted(x.values, factor), x.indices, x.dense_shape)
-    factor_of_dtype = tf.cast(factor, x.dtype)
     if isinstance(factor, float):
-        return x * factor_of_dtype
-    return tf.math.multiply_no_nan(x, factor_of_dtype)
+        return x * tf.constant(factor, x.dtype)
+    return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))

@@ -16,13 +16,15 @@ import tensorflow as tf
 
 from tfdist.keras_compat import replaced_values, watch_variable
 from tfdist.train.parameter_server.metric_deltas import Cell, stand_in_variables
-from tfdist.train.synchronous.compiled_step import Trace, check_step, function_of, passes
+from tfdist.train.synchronous.compiled_step import Trace, check_step, compiled_part, passes
 
 CHECKED_ROWS = 8  # of a batch whose number of rows is unknown, while XLA is only asked
 
 
-class Value(Cell):
+class GivenValue(Cell):
     """Stand-in for a variable of which a step has the value.
+
+    As of a variable, gradients are those of the value, and reach nothing that was assigned.
 
     Args:
         initial: The value.
@@ -37,7 +39,7 @@ class Value(Cell):
 
     def value(self) -> tf.Tensor:
         """See `tf.Variable.value`."""
-        if self.trainable and not self.is_assigned:
+        if self.trainable:
             watch_variable(self)
         return super().value()
 
@@ -46,12 +48,12 @@ class Value(Cell):
     def assign(self, value, **_) -> tf.Tensor:
         """See `tf.Variable.assign`."""
         self.is_assigned = True
-        return super().assign(value)
+        return super().assign(tf.stop_gradient(value))
 
     def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
-        # Not `self.value()`: TensorFlow looks for some while it is told to watch.
+        # `self.value()` tells TensorFlow to watch, which looks for attributes here.
         return getattr(super().value(), name)
 
 
@@ -79,34 +81,31 @@ class WorkerStep:
         self._model = model
         self._host = host
         self._apply = apply
-        self._is_compiled: bool | None = None  # None until the type of the batches is known
+        self._is_compiled = False  # by XLA, for the type of batches that was prepared last
         self._assigned: list[keras.Variable] = []  # by the step that was traced last
 
     def prepare(self, specs: Any) -> None:
-        """Find out, once, whether XLA can compile the step; log the reason if it cannot.
+        """Find out whether XLA can compile the step; log the reason if it cannot.
 
         The step is traced and translated for XLA in this process; nothing runs.
 
         Args:
-            specs: Types of a batch, whose number of rows may be unknown.
+            specs: Types of the batches of the next trace, whose number of rows may be unknown.
         """
-        if self._is_compiled is None:
-            self._is_compiled = bool(self._model.jit_compile) and self._can_compile(specs)
+        self._is_compiled = bool(self._model.jit_compile) and self._can_compile(specs)
 
     def __call__(self, batch: Any) -> Any:
-        """Trace the step on a batch, and return its results."""
+        """Trace the step on a batch of the type that was prepared, and return its results."""
         if not self._is_compiled:
             return self._step(batch)
         variables = self._variables()
         trace = Trace()
-        compiled = function_of(self._on_values(variables, trace), trace)
+        compiled = compiled_part(self._on_values(variables, trace), trace)
         values = [tf.convert_to_tensor(v.value) for v in variables]
         (results, states), gradients = compiled((batch, values))
         for variable, state in zip(self._assigned, states, strict=True):
             variable.assign(state)
-        for update, grads in zip(trace.updates, gradients, strict=True):
-            assert self._apply is not None
-            self._apply(update.optimizer, update.keras_apply, grads, update.variables)
+        trace.apply(gradients, self._apply)
         return results
 
     def _can_compile(self, specs: Any) -> bool:
@@ -116,6 +115,8 @@ class WorkerStep:
         def check(trace: Trace) -> None:
             if strategy.num_replicas_in_sync > 1:
                 trace.refuse("a worker has several devices")
+            if not self._model.built:
+                trace.refuse("the model is not built; fit builds it, and so does build")
             step = self._on_values(variables, trace)
 
             def checked(data: tuple) -> tuple:
@@ -139,11 +140,15 @@ class WorkerStep:
 
         def step(data: tuple) -> tuple:
             batch, values = data
-            cells = [Value(x, v.trainable) for x, v in zip(values, variables, strict=True)]
+            cells = [GivenValue(x, _is_watched(v)) for x, v in zip(values, variables, strict=True)]
             trace.inputs = {id(v): x.name for x, v in zip(values, variables, strict=True)}
             with replaced_values(variables, cells):
                 results = self._step(batch)
             assigned = [(v, c) for v, c in zip(variables, cells, strict=True) if c.is_assigned]
+            for v, cell in assigned:
+                # The updates follow all assignments, and may be of this variable.
+                if cell.trainable:
+                    trace.refuse(f"it assigns the trainable weight {v.path!r} itself")
             self._assigned = [v for v, _ in assigned]
             return results, [cell.value() for _, cell in assigned]
 
@@ -157,6 +162,11 @@ class WorkerStep:
             if x.dtype == tf.resource:
                 what = f"{paths[id(x)]!r}" if id(x) in paths else "a resource"
                 trace.refuse(f"it uses {what} of another process")
+
+
+def _is_watched(variable: keras.Variable) -> bool:
+    """Return whether tapes watch a variable, as they do if its layer is frozen later."""
+    return getattr(variable.value, "trainable", variable.trainable)
 
 
 def _zeros(spec: tf.TypeSpec | None, trace: Trace) -> tf.Tensor | None:

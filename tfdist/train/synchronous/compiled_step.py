@@ -78,6 +78,12 @@ class Trace:
         self.reason = self.reason or reason
         raise _NotCompiled(reason)
 
+    def apply(self, gradients: list, apply: Callable | None) -> None:
+        """Apply the gradients of each update, in their order; there may be none."""
+        for update, grads in zip(self.updates, gradients, strict=True):
+            assert apply is not None
+            apply(update.optimizer, update.keras_apply, grads, update.variables)
+
 
 def compiled(
     step: Callable, apply: Callable[[keras.optimizers.Optimizer, Callable, list, Any], Any]
@@ -91,9 +97,8 @@ def compiled(
 
     def run(data: Any) -> Any:
         trace = Trace()
-        results, gradients = function_of(step, trace)(data)
-        for update, grads in zip(trace.updates, gradients, strict=True):
-            apply(update.optimizer, update.keras_apply, grads, update.variables)
+        results, gradients = compiled_part(step, trace)(data)
+        trace.apply(gradients, apply)
         return results
 
     return run
@@ -199,7 +204,7 @@ def check_step(step: Callable, trace: Trace, data: Any) -> None:
         trace: Object that describes the step's trace.
         data: Nest of tensors.
     """
-    function = function_of(step, trace)
+    function = compiled_part(step, trace)
     function.get_concrete_function(data)
     _check_collectives(trace)
     for update in trace.updates:
@@ -207,7 +212,7 @@ def check_step(step: Callable, trace: Trace, data: Any) -> None:
     function.experimental_get_compiler_ir(data)(stage="hlo")
 
 
-def function_of(step: Callable, trace: Trace) -> Any:
+def compiled_part(step: Callable, trace: Trace) -> Any:
     """Return a function, compiled by XLA, that returns a step's results and gradients.
 
     Args:

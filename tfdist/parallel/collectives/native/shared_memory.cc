@@ -218,7 +218,7 @@ class SharedMemoryExchange : public Exchange {
   // processes reduce the same bytes, they take what all have posted, which may have been rounded.
   void ReduceSlots(const Call& call, uint32_t round, size_t in_slot, size_t in_input,
                    size_t in_output, size_t bytes, char* copy) {
-    static const char zeros[kSlotBytes] = {};
+    alignas(64) static const char zeros[kSlotBytes] = {};
     const bool posted = call.collective == TFDIST_ALL_REDUCE && IsWhole(call);
     const int scaled = call.factor == 1 || call.factor == 0 || posted ? -1 : own_;
     std::vector<const void*> sources(size_);

@@ -81,7 +81,7 @@ class Transport:
 
         Returns:
             Tensors equal bit for bit on all workers. Sums of 16-bit floats are computed in 32 bits,
-            and rounded once.
+            and rounded once; products by a factor may be rounded before.
         """
         return self._call(ALL_REDUCE, tensors, name, reduction, factor)
 
@@ -144,7 +144,7 @@ class Transport:
             if operations is not None and isinstance(exchange, CompiledExchange):
                 results = operations.tfdist_collective(
                     values=tensors,
-                    factors=[tf.cast(each, tf.float64) for each in factors],
+                    factors=[tf.convert_to_tensor(each, tf.float64) for each in factors],
                     communicator=exchange.number,
                     size=self.size,
                     collective=collective,

@@ -152,6 +152,17 @@ def scaled(rank, gather, kind, size):
                 )
                 if not equal:
                     wrong.append(f"{dtype} {n}")
+        shapes = [(3,), (40_001,), (1,), (71, 1001)]  # rounds begin and end within these
+        rows = [[values(r, s, dtype, i) for i, s in enumerate(shapes)] for r in range(size)]
+        expected = [
+            reduced([x * x.dtype.type(f) for x, f in zip(each, factors, strict=True)])
+            for each in zip(*rows, strict=True)
+        ]
+        own = [np.full_like(x, np.nan) if factors[rank] == 0 else x.copy() for x in rows[rank]]
+        exchange.run(ALL_REDUCE, "several", own, in_place=True, factor=factors[rank])
+        sums += [x.tobytes() for x in own]
+        if own[0].itemsize > 2 and not all(map(same, own, expected)):
+            wrong.append(f"several {dtype}")
     exchange.close()
     return sums, wrong
 
