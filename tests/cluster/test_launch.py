@@ -264,12 +264,9 @@ def test_a_file_that_cannot_be_executed(launch):
 
 
 def test_sigusr1_writes_stacks_to_the_log(launch):
-    script = (
-        "def stuck():\n    ready()\n    time.sleep(300)\nprint(os.getpid(), flush=True)\nstuck()"
-    )
-    process = launch.start(script=script)
+    process = launch.start(script="def stuck():\n    ready()\n    time.sleep(300)\nstuck()")
     launch.wait_for("worker:0.ready")
-    os.kill(int(launch.log("worker-0")), signal.SIGUSR1)
+    os.kill(launch.pid_of("worker:0"), signal.SIGUSR1)  # what it prints may not be in the log yet
     deadline = time.monotonic() + TIMEOUT_S
     while "in stuck" not in launch.log("worker-0"):
         assert time.monotonic() < deadline
