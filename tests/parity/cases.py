@@ -723,17 +723,21 @@ def keras_distribution_of_own_data(strategy):
     return result
 
 
-def model_parallel(strategy, layouts):
-    """Return a distribution over all devices, of which two hold a model if they are even."""
-    tfdist.enable()
-    count = strategy.num_replicas_in_sync
-    devices = keras.distribution.list_devices()[:count]
-    shape = (count // 2, 2) if count % 2 == 0 else (1, count)
+def model_parallel(shape=(1, 2), batch="batch", **layouts):
+    """Return a distribution over the first devices, with a layout for each name of variables."""
+    devices = keras.distribution.list_devices()[: shape[0] * shape[1]]
     mesh = keras.distribution.DeviceMesh(shape, ["batch", "model"], devices)
     layout_map = keras.distribution.LayoutMap(mesh)
     for name, axes in layouts.items():
         layout_map[f".*{name}"] = axes
-    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name=batch)
+
+
+def mesh_shape(strategy):
+    """Return the shape of a mesh of all devices, with two columns if they are even."""
+    tfdist.enable()
+    count = strategy.num_replicas_in_sync
+    return (count // 2, 2) if count % 2 == 0 else (1, count)
 
 
 @case
@@ -749,7 +753,7 @@ def keras_model_parallel(strategy):
     tokens = random.integers(0, 17, (GLOBAL_BATCH * 2 + 7, 5)).astype("int32")
     layers = keras.layers
     keras.utils.set_random_seed(1)
-    with model_parallel(strategy, layouts).scope():
+    with model_parallel(mesh_shape(strategy), **layouts).scope():
         inputs = keras.Input([5], dtype="int32")
         x = layers.Embedding(17, 8)(inputs)
         x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
@@ -769,7 +773,8 @@ def keras_model_parallel_of_a_cnn(strategy):
     images = x.reshape(-1, 4, 4, 3)
     layers = keras.layers
     keras.utils.set_random_seed(1)
-    with model_parallel(strategy, {"conv.*/kernel": (None, None, None, "model")}).scope():
+    layouts = {"conv.*/kernel": (None, None, None, "model")}
+    with model_parallel(mesh_shape(strategy), **layouts).scope():
         model = keras.Sequential(
             [
                 keras.Input([4, 4, 3]),

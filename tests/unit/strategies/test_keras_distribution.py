@@ -15,14 +15,12 @@ import tensorflow as tf
 from keras.distribution import (
     DataParallel,
     DeviceMesh,
-    LayoutMap,
-    ModelParallel,
     TensorLayout,
     set_distribution,
 )
 
 import tfdist
-from tests.parity.cases import CROSSENTROPY, data, mlp
+from tests.parity.cases import CROSSENTROPY, data, mlp, model_parallel
 from tfdist.keras_compat import local_component
 from tfdist.parallel.placement import Placement
 from tfdist.strategies import keras_distribution as module
@@ -140,15 +138,6 @@ def test_enable_is_called_once_and_only_for_tensorflow(monkeypatch):
 
 
 # --- Model parallelism ----------------------------------------------------------------------------
-def model_parallel(shape=(1, 2), batch="batch", **layouts):
-    """Return a distribution over the first devices, with a layout for each name of variables."""
-    devices = keras.distribution.list_devices()[: shape[0] * shape[1]]
-    layout_map = LayoutMap(DeviceMesh(shape, ["batch", "model"], devices))
-    for name, axes in layouts.items():
-        layout_map[f".*{name}"] = axes
-    return ModelParallel(layout_map=layout_map, batch_dim_name=batch)
-
-
 def held(variable):
     """Return the number of elements of a variable that each device holds."""
     return [int(tf.size(local_component(variable, i))) for i in range(2)]
