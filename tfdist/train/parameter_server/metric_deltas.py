@@ -183,7 +183,7 @@ def collected(model: keras.Model, seeds: tf.Tensor, index: tf.Tensor) -> Iterato
     scale = _loss_scale(model.optimizer)
     # Otherwise a gradient could be scaled by one number, and unscaled by another.
     snapshots = [Snapshot(v.value) for v in scale]
-    with replaced_values([*metrics, *generators, *scale], [*cells, *states, *snapshots]):
+    with replaced_values(stand_in_variables(model), [*cells, *states, *snapshots]):
         yield added
     added.extend([*(c.value() for c in cells), _trace.updates])
 

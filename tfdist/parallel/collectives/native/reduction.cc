@@ -98,34 +98,16 @@ struct Max {
   }
 };
 
-// Reduces two sources that need no conversion. The output may be one of the sources.
-template <typename Operation, typename T>
-void ReduceTwo(const T* first, const T* second, size_t elements, T* output, T* copy) {
+// Combines two sources that need no conversion. The output may be one of the sources.
+template <typename T, typename Combine>
+void CombineTwo(const T* first, const T* second, size_t elements, T* output, T* copy,
+                Combine combine) {
   if (copy) {
 #pragma GCC ivdep
-    for (size_t i = 0; i < elements; ++i) {
-      output[i] = copy[i] = Operation::Combine(first[i], second[i]);
-    }
+    for (size_t i = 0; i < elements; ++i) output[i] = copy[i] = combine(first[i], second[i]);
   } else {
 #pragma GCC ivdep
-    for (size_t i = 0; i < elements; ++i) output[i] = Operation::Combine(first[i], second[i]);
-  }
-}
-
-// The same with factors. A product by 1 is exact.
-template <typename Operation, typename T>
-void ReduceTwoScaled(const T* first, T first_factor, const T* second, T second_factor,
-                     size_t elements, T* output, T* copy) {
-  if (copy) {
-#pragma GCC ivdep
-    for (size_t i = 0; i < elements; ++i) {
-      output[i] = copy[i] = Operation::Combine(first[i] * first_factor, second[i] * second_factor);
-    }
-  } else {
-#pragma GCC ivdep
-    for (size_t i = 0; i < elements; ++i) {
-      output[i] = Operation::Combine(first[i] * first_factor, second[i] * second_factor);
-    }
+    for (size_t i = 0; i < elements; ++i) output[i] = combine(first[i], second[i]);
   }
 }
 
@@ -135,20 +117,24 @@ void ReduceTyped(const void* const* sources, int count, size_t bytes, void* outp
   using Stored = typename Dtype::Stored;
   using Computed = typename Dtype::Computed;
   const size_t elements = bytes / sizeof(Stored);
+  // A product by 1 is exact.
+  auto factor_of = [&](int source) { return static_cast<Computed>(source == scaled ? factor : 1); };
   if constexpr (std::is_same_v<Stored, Computed>) {
     if (count == 2) {
       const auto* first = static_cast<const Stored*>(sources[0]);
       const auto* second = static_cast<const Stored*>(sources[1]);
       auto* results = static_cast<Stored*>(output);
       auto* copies = static_cast<Stored*>(copy);
-      if (scaled < 0) return ReduceTwo<Operation>(first, second, elements, results, copies);
-      return ReduceTwoScaled<Operation>(first, static_cast<Stored>(scaled == 0 ? factor : 1), second,
-                                        static_cast<Stored>(scaled == 1 ? factor : 1), elements,
-                                        results, copies);
+      if (scaled < 0) {
+        return CombineTwo(first, second, elements, results, copies,
+                          [](Stored a, Stored b) { return Operation::Combine(a, b); });
+      }
+      const Stored f = factor_of(0), g = factor_of(1);
+      return CombineTwo(first, second, elements, results, copies,
+                        [f, g](Stored a, Stored b) { return Operation::Combine(a * f, b * g); });
     }
   }
   Computed block[kBlock];
-  auto factor_of = [&](int source) { return static_cast<Computed>(source == scaled ? factor : 1); };
   for (size_t begin = 0; begin < elements; begin += kBlock) {
     const size_t n = std::min(kBlock, elements - begin);
     const Stored* first = static_cast<const Stored*>(sources[0]) + begin;

@@ -82,9 +82,9 @@ int64_t tfdist_open(int rank, int size, const int* sockets, const int* hosts, in
 }
 
 int tfdist_run(int64_t number, int collective, int dtype, int reduction, double factor,
-               const char* name,
-               const void* const* inputs, void* const* outputs, const size_t* input_bytes,
-               const size_t* output_bytes, int count, char* error, size_t error_bytes) {
+               const char* name, const void* const* inputs, void* const* outputs,
+               const size_t* input_bytes, const size_t* output_bytes, int count, char* error,
+               size_t error_bytes) {
   auto fail = [&](const std::string& message) {
     snprintf(error, error_bytes, "%s", message.c_str());
     return -1;

@@ -64,9 +64,9 @@ int64_t tfdist_open(int rank, int size, const int* sockets, const int* hosts, in
 //           reduce-scatter, and memory that all processes share. With 0, NaN counts as 0, too.
 //   name: Name of the call, equal in all processes; up to 79 characters are compared.
 int tfdist_run(int64_t communicator, int collective, int dtype, int reduction, double factor,
-               const char* name,
-               const void* const* inputs, void* const* outputs, const size_t* input_bytes,
-               const size_t* output_bytes, int count, char* error, size_t error_bytes);
+               const char* name, const void* const* inputs, void* const* outputs,
+               const size_t* input_bytes, const size_t* output_bytes, int count, char* error,
+               size_t error_bytes);
 
 // Ends the current call and all later calls with this message. Any thread may call it.
 void tfdist_abort(int64_t communicator, const char* message);
