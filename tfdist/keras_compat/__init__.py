@@ -49,6 +49,7 @@ from tfdist.keras_compat import (
 )
 from tfdist.keras_compat import parallel as sharding_hooks
 from tfdist.keras_compat.collective_keys import hook_keys
+from tfdist.keras_compat.device_iterators import hook_device_iterators
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.kernel_products import hook_products
 from tfdist.keras_compat.object_stores import exporting, hook_files
@@ -128,6 +129,7 @@ def install() -> None:
     hook_lookups(_in_strategy)
     hook_products()
     hook_keys()
+    hook_device_iterators()
     scopes.keep_in_clear_session()
 
 

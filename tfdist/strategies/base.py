@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist import keras_compat
+from tfdist.data.autotune import untuned
 from tfdist.keras_compat import scopes
 from tfdist.parallel.placement import Placement
 from tfdist.sync import Policy
@@ -110,7 +111,13 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
         """
         if self.tfdist_engine.feeding and by_rows(dataset):
             return self.tfdist_engine.feed(dataset)
-        return super().experimental_distribute_dataset(dataset, options)
+        return super().experimental_distribute_dataset(untuned(dataset), options)
+
+    def distribute_datasets_from_function(self, dataset_fn, options=None):
+        """See `tf.distribute.Strategy`; the data sets have no autotuner, as in Keras' methods."""
+        return super().distribute_datasets_from_function(
+            lambda context: untuned(dataset_fn(context)), options
+        )
 
     def scope(self) -> Any:
         """See `tf.distribute.Strategy`; the scope is entered until its end, see `KeptScope`."""
