@@ -61,7 +61,8 @@ from tfdist.keras_compat.table_lookups import hook_lookups
 _RUNS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 MODEL_HOOKS = (
     *("compile", *_RUNS, "save", "save_weights", "export"),
-    *("make_train_function", "make_test_function", "make_predict_function", "get_metrics_result"),
+    *("make_train_function", "make_test_function", "make_predict_function"),
+    *("get_metrics_result", "reset_metrics"),
 )
 
 # Functions of Keras' module of losses. The engine has methods of the same names.

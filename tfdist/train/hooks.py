@@ -77,6 +77,7 @@ class Hooks:
     make_test_function = _as_keras
     make_predict_function = _as_keras
     get_metrics_result = _as_keras
+    reset_metrics = _as_keras
     save = _as_keras
     save_weights = _as_keras
     export = _as_keras

@@ -355,12 +355,18 @@ class Engine(Hooks):
         over the replicas.
         """
         runner = self._active
-        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-        if not tf.executing_eagerly() or in_replica or runner is None or runner.model is not model:
+        if not _between_steps() or runner is None or runner.model is not model:
             return keras_method(model)
         if self._replica_state(model).reads_metrics:
             return keras_method(model)
         return runner.end_epoch()
+
+    def reset_metrics(self, model: keras.Model, keras_method: Callable) -> None:
+        """See `keras.Model.reset_metrics`, which `train_on_batch` calls before each step."""
+        if _between_steps():
+            self._replica_state(model).reset_metrics(keras_method)
+        else:
+            keras_method(model)
 
     def prepare(self, model: keras.Model) -> None:
         """Create the state of the synchronization policy before a compiled model's first step.
@@ -885,6 +891,12 @@ class Engine(Hooks):
                 "reads variables of its own device only. Pass jit_compile=False, or use the "
                 "strategy mirrored."
             )
+
+
+def _between_steps() -> bool:
+    """Return whether the caller runs neither in a graph nor in the context of a replica."""
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return tf.executing_eagerly() and not in_replica
 
 
 def _holder(model: keras.Model) -> Any:

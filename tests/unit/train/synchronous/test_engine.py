@@ -18,7 +18,7 @@ from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.synchronous import loop, worker_callbacks
 from tfdist.train.synchronous.loop import Runner
 from tfdist.train.synchronous.predict import Predictor
-from tfdist.train.synchronous.replica_state import ReplicaState
+from tfdist.train.synchronous.replica_state import UNTRACED, ReplicaState
 
 
 def linear():
@@ -167,6 +167,42 @@ def test_single_steps_read_the_metrics_of_their_model_as_compiled(strategy, requ
         assert seen.rows == again.rows
         assert seen.rows[-1] == pytest.approx([logs[name][0] for name in sorted(logs)], rel=1e-6)
         assert len({tuple(row) for row in seen.rows}) == len(seen.rows)
+
+
+class CountedResets(keras.metrics.SparseCategoricalAccuracy):
+    resets = 0
+
+    def reset_state(self):
+        super().reset_state()
+        self.resets += 1
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_the_own_reset_of_a_metric_runs_before_each_single_step(mirrored, tracked):
+    """The metric is one of `compile`, or one that the model itself tracks."""
+
+    class Tracking(keras.Sequential):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            self.tracked.update_state(y, y_pred, sample_weight)
+            return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    x, y = data(12)
+    with mirrored.scope():
+        metric = CountedResets(name="counted")
+        model = (Tracking if tracked else keras.Sequential)([keras.layers.Dense(3)])
+        if tracked:
+            model.tracked = metric
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            CROSSENTROPY,
+            metrics=["accuracy", *([metric] * (not tracked))],
+        )
+    for number in range(1, UNTRACED + 4):
+        before = metric.resets
+        logs = model.train_on_batch(x, y, return_dict=True)
+        # Keras' first reset comes before the metrics of `compile` are made.
+        assert metric.resets > before or number == 1
+        assert logs["counted"] == logs["accuracy"]
 
 
 def test_training_stops_at_the_very_step_that_a_callback_names(mirrored):
@@ -600,7 +636,8 @@ def test_unreferenced_model_is_freed(mirrored, use):
         model.evaluate(dataset(*data(20)), verbose=0)
         model.predict(data()[0], verbose=0)
     else:
-        model.train_on_batch(*data(12))
+        for _ in range(UNTRACED + 2):
+            model.train_on_batch(*data(12))
     gone = weakref.ref(model)
     del model
     gc.collect()
