@@ -76,8 +76,8 @@ def serve(job: Job) -> tuple[int, Callable[[str, int], float]]:
 Measures = dict[str, Callable[[int], float]]
 
 
-def tfdist_fit(job: Job) -> tuple[int, Measures]:
-    """Train by Keras 3 `fit` under a strategy of tfdist."""
+def tfdist_fit(job: Job, sharded: bool = False) -> tuple[int, Measures]:
+    """Train by Keras 3 `fit` under a strategy of tfdist, with whole or sharded weights."""
     import tfdist
 
     alone = job.workers == 1
@@ -90,7 +90,13 @@ def tfdist_fit(job: Job) -> tuple[int, Measures]:
     import keras
 
     runs = tempfile.mkdtemp(prefix="step_breakdown-", dir=job.directory)
-    return _fit(keras, strategy, job, {"step_breakdown": lambda: [tfdist.StepBreakdown(runs)]})
+    watched = {"step_breakdown": lambda: [tfdist.StepBreakdown(runs)]}
+    return _fit(keras, strategy, job, watched, tfdist.parallel.fsdp if sharded else None)
+
+
+def tfdist_fsdp(job: Job) -> tuple[int, Measures]:
+    """Train by Keras 3 `fit` under a strategy of tfdist, with weights sharded by `fsdp`."""
+    return tfdist_fit(job, sharded=True)
 
 
 def tf_keras_fit(job: Job) -> tuple[int, Measures]:
@@ -201,7 +207,13 @@ def ddp(job: Job) -> tuple[int, Measures]:
     return sum(p.numel() for p in model.parameters()), {"step": lambda steps: _timed(step, steps)}
 
 
-FRAMEWORKS = {"tfdist": tfdist_fit, "tf_keras": tf_keras_fit, "hand_loop": hand_loop, "ddp": ddp}
+FRAMEWORKS = {
+    "tfdist": tfdist_fit,
+    "tfdist_fsdp": tfdist_fsdp,
+    "tf_keras": tf_keras_fit,
+    "hand_loop": hand_loop,
+    "ddp": ddp,
+}
 
 
 def _stock_strategy(job: Job):
@@ -214,14 +226,18 @@ def _stock_strategy(job: Job):
 
 
 def _fit(
-    keras, strategy, job: Job, watched: dict[str, Callable[[], list]] | None = None
+    keras,
+    strategy,
+    job: Job,
+    watched: dict[str, Callable[[], list]] | None = None,
+    shard: Callable[[Any], object] | None = None,
 ) -> tuple[int, Measures]:
     """Train by `fit` of either Keras, with and without progress bar, or with callbacks.
 
     One epoch is the warm-up, the next one is timed.
     """
     with strategy.scope():
-        model, optimizer = built(keras, job.model)
+        model, optimizer = built(keras, job.model, shard)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, metrics=["accuracy"])
     batches = dataset(examples(), job.model.replica_batch * job.workers)
@@ -268,8 +284,8 @@ def torch_network(model: Model) -> Any:
     return nn.Sequential(*body, nn.Flatten(), *dense, nn.Linear(sizes[-1], CLASSES))
 
 
-def built(keras, described: Model):
-    """Return the model and its optimizer, in either Keras."""
+def built(keras, described: Model, shard: Callable[[Any], object] | None = None):
+    """Return the model, sharded if there is a function for that, and its optimizer."""
     layers = keras.layers
     filters = described.filters
     body = [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()] if filters else []
@@ -283,6 +299,8 @@ def built(keras, described: Model):
             layers.Dense(CLASSES, dtype="float32"),
         ]
     )
+    if shard:
+        shard(model)
     optimizer = keras.optimizers.Adam(LEARNING_RATE)
     optimizer.build(model.trainable_variables)
     return model, optimizer
