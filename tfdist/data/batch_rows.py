@@ -61,6 +61,62 @@ def cut(batch: Any, begin, end) -> Any:
     return tf.nest.map_structure(of, batch)
 
 
+def even_part(batch: Any, index: Any, count: int) -> Any:
+    """Return one of several parts of a batch, with equally many rows of each tensor.
+
+    Args:
+        batch: A nest of dense tensors `[rows, ...]`. Their static numbers of rows may differ, and
+            are multiples of `count`. None and Optionals stay as they are.
+        index: Index of the part; a number gives the result a static shape.
+        count: Number of parts.
+
+    Returns:
+        The same nest, `[rows / count, ...]`.
+
+    Example:
+        >>> x, y = even_part((tf.range(4), tf.range(2)), 1, 2)
+        >>> x.numpy().tolist(), y.numpy().tolist()
+        ([2, 3], [1])
+    """
+
+    def of(x):
+        if _absent(x):
+            return x
+        rows = x.shape[0] // count
+        return x[index * rows : (index + 1) * rows]
+
+    return tf.nest.map_structure(of, batch)
+
+
+def check_equal_rows(batch: Any, replicas: int) -> None:
+    """Raise an error if the tensors of a batch differ in their numbers of rows.
+
+    In a graph whose static shapes do not tell, the error comes when it runs.
+
+    Args:
+        batch: A nest of tensors `[rows, ...]`. None and Optionals are ignored.
+        replicas: Number of replicas, for the message.
+
+    Raises:
+        ValueError: If numbers of rows differ.
+        tf.errors.InvalidArgumentError: If they differ, in a graph.
+    """
+    tensors = [x for x in tf.nest.flatten(batch) if isinstance(x, tf.Tensor) and x.shape.rank]
+    static = {x.shape[0] for x in tensors}
+    expected = "expected a batch whose tensors have the same number of rows, received"
+    remedy = (
+        "In a data set they may differ if each is static, as with batch(drop_remainder=True), and "
+        f"a multiple of the {replicas} replicas."
+    )
+    if len(static - {None}) > 1:
+        shapes = ", ".join(str(x.shape) for x in tensors)
+        raise ValueError(f"{expected} shapes {shapes}. {remedy}")
+    if None in static and not tf.executing_eagerly():
+        rows = [tf.shape(x)[0] for x in tensors]
+        for other in rows[1:]:
+            tf.debugging.Assert(tf.equal(rows[0], other), [expected, *rows, remedy])
+
+
 def fill(batch: Any, rows: int) -> Any:
     """Pad a batch with rows of zeros up to `rows`.
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.autotune import untuned
-from tfdist.data.batch_rows import count_rows, cut, plain
+from tfdist.data.batch_rows import check_equal_rows, count_rows, cut, even_part, plain
 from tfdist.data.order import rows_of_replicas
 from tfdist.parallel.placement import Placement
 from tfdist.train.data_position import DataPosition
@@ -155,7 +155,9 @@ class Feed:
             dataset = limited(after(dataset, skipped), most)
             element = _element_of(dataset)
             if placement.replicas > 1:
-                dataset = dataset.map(plain(lambda *x: _worker_batch(element(x), placement)))
+                dataset = dataset.map(
+                    plain(lambda *x: _worker_batch(element(x), placement, self.even))
+                )
             else:
                 dataset = dataset.map(plain(lambda *x: Batch(element(x))))
         return untuned(dataset.prefetch(2) if self.reads_ahead else dataset)
@@ -230,9 +232,15 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
         return cut(data, first - begin, last - begin)
 
     element = _element_of(dataset)
+    several = placement.replicas > 1
+    even = several and _always_even(dataset.element_spec, placement.replicas)
 
     def of_batch(*args):
         data = element(args)
+        if even:
+            return replicas.map(lambda r: even_part(data, r, placement.replicas))
+        if several:
+            check_equal_rows(data, placement.replicas)
         return replicas.map(lambda r: of_replica(r, data, count_rows(data), 0))
 
     def of_local_rows(part):
@@ -260,7 +268,7 @@ def tensors(data: Any) -> Any:
     )
 
 
-def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
+def replica_rows(batch: Batch, local_replica, placement: Placement, host: str, even: bool = False):
     """Return one replica's rows of its worker's batch.
 
     Args:
@@ -268,6 +276,7 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
         local_replica: Index of the replica among those of this worker.
         placement: Numbers of workers and replicas.
         host: CPU device where the rows are cut, so that a device receives only its own rows.
+        even: Whether all replicas are known to have the same number of rows.
 
     Returns:
         The rows, `[replica_rows, ...]`.
@@ -278,6 +287,8 @@ def replica_rows(batch: Batch, local_replica, placement: Placement, host: str):
     if batch.rows is None:
         return data[local_replica]
     with tf.device(host):
+        if even:
+            return even_part(data, local_replica, placement.local_replicas)
         rows = batch.rows
         begin, _ = rows_of_replicas(
             rows, placement.first_replica, 1, placement.replicas, tf.minimum
@@ -358,14 +369,20 @@ def _element_of(dataset: tf.data.Dataset) -> Callable[[tuple], Any]:
     return lambda args: args if whole else args[0]
 
 
-def _worker_batch(data: Any, placement: Placement) -> Batch:
+def _worker_batch(data: Any, placement: Placement, even: bool = False) -> Batch:
     rows = count_rows(data)
+    if not even:
+        check_equal_rows(data, placement.replicas)
     if placement.workers == 1:
         return Batch(data, rows)
-    begin, end = rows_of_replicas(
-        rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum
-    )
-    return Batch(cut(data, begin, end), rows, _checksum(data, rows))
+    if even:
+        part = even_part(data, placement.rank, placement.workers)
+    else:
+        begin, end = rows_of_replicas(
+            rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum
+        )
+        part = cut(data, begin, end)
+    return Batch(part, rows, _checksum(data, rows))
 
 
 def _checksum(data: Any, rows) -> tf.Tensor:
@@ -387,9 +404,12 @@ def _always_even(spec: Any, replicas: int) -> bool:
     """Return whether every batch is known to give each replica the same number of rows."""
     if replicas == 1:
         return True
-    shapes = [s.shape for s in tf.nest.flatten(spec) if isinstance(s, tf.TensorSpec)]
-    return bool(shapes) and all(
-        s.rank and s[0] is not None and s[0] and s[0] % replicas == 0 for s in shapes
+    specs = tf.nest.flatten(spec)
+    shapes = [s.shape for s in specs if isinstance(s, tf.TensorSpec)]
+    return (
+        bool(shapes)
+        and all(s.rank and s[0] is not None and s[0] and s[0] % replicas == 0 for s in shapes)
+        and not any(isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec) for s in specs)
     )
 
 

@@ -496,8 +496,8 @@ class Runner:
             graph = self._graph_that_reads("batch", even) if reads else self._graph("batch", even)
             if self._batch_of is None or self._batch_of[0] is not graph:
                 # Replicas must trace alike, whatever their rows. A single one knows them, as Keras.
-                several = self._placement.replicas > 1
-                specs = (lambda batch: (any_rows(batch),)) if several else None
+                differ = self._placement.replicas > 1 and not even
+                specs = (lambda batch: (any_rows(batch),)) if differ else None
                 self._batch_of = graph, FlatFunction(graph, specs)
             function = self._batch_of[1]
         started = time.time()

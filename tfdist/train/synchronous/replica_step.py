@@ -81,7 +81,7 @@ def _run_replica(
     context = tf.distribute.get_replica_context()
     replica = context.replica_id_in_sync_group
     local = local_replica(placement)
-    data = replica_rows(batch, local, placement, host)
+    data = replica_rows(batch, local, placement, host, even)
     if even:
         weight: Weight = 1.0 / placement.replicas
         with weighted_step(weight, combine), _own_seeds(model, replica, local):

@@ -190,6 +190,14 @@ class Gan(keras.Model):
         return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
 
 
+class StaticRows(OwnStep):
+    """Use the number of rows in Python, as with one device where batches have a static size."""
+
+    def loss_of(self, y, prediction):
+        rows = prediction.shape[0]
+        return tf.reduce_sum(tf.eye(rows) * tf.square(y - tf.transpose(prediction))) / rows
+
+
 def fitted(strategy, make, loss="mse", metric=None, rows=ROWS):
     """Return the history of fit and evaluate, and the weights."""
     x, y = (array[:rows] for array in data())
@@ -880,3 +888,51 @@ def test_statistics_of_no_rows_are_no_gradients(mirrored):
     history = model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0).history
     assert np.isfinite(history["loss"]).all()
     assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_steps_know_the_number_of_rows_of_batches_of_a_static_size(one_device, mirrored, watched):
+    x, y = data()
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, drop_remainder=True)
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    ] * watched
+
+    def trained(strategy):
+        with strategy.scope():
+            model = mlp(StaticRows)
+            model.compile(keras.optimizers.SGD(0.1))
+        history = model.fit(batches, epochs=2, verbose=0, callbacks=callbacks).history
+        results = model.evaluate(batches, verbose=0, return_dict=True)
+        return {**history, **results}, model.get_weights()
+
+    check_equal(trained(one_device), trained(mirrored))
+
+
+class TwoSizes(keras.Model):
+    """Train on few rows with labels and more without, as in Keras' example of SimCLR."""
+
+    def train_step(self, data):
+        unlabeled, (x, y) = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            loss += tf.reduce_mean(tf.abs(self(unlabeled, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+def test_batches_of_rows_with_labels_and_more_without_train_to_one_replicas_numbers(
+    one_device, mirrored
+):
+    x, y = data()
+    pairs = tf.data.Dataset.from_tensor_slices((x[:12], y[:12])).batch(4, drop_remainder=True)
+    unlabeled = tf.data.Dataset.from_tensor_slices(x[::-1]).batch(8, drop_remainder=True)
+    batches = tf.data.Dataset.zip(unlabeled, pairs)
+
+    def trained(strategy):
+        with strategy.scope():
+            model = mlp(TwoSizes)
+            model.compile(keras.optimizers.SGD(0.1))
+        return model.fit(batches, epochs=2, verbose=0).history, model.get_weights()
+
+    check_equal(trained(one_device), trained(mirrored))

@@ -191,6 +191,70 @@ def test_batches_are_even_only_if_their_shapes_prove_it():
     assert not even(sparse(), batch=4, drop_remainder=True)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_even_batches_keep_a_static_number_of_rows(workers):
+    def static(rows, placement):
+        data = tf.data.Dataset.range(3 * rows).batch(rows, drop_remainder=True)
+        feed = Feed(data, placement, HOST)
+        found = set()
+        for batch in feed.dataset.map(
+            lambda batch: (
+                found.update(
+                    replica_rows(batch, local, placement, HOST, feed.even).shape[0]
+                    for local in range(placement.local_replicas)
+                )
+                or batch
+            )
+        ):
+            assert len(batch.data) == rows // workers or not feed.even
+        return found
+
+    for placement in placements(workers, local_replicas=2):
+        assert static(8, placement) == {8 // placement.replicas}
+        assert static(7, placement) == {None}
+
+
+def of_two_sizes(first, second, **kwargs):
+    """Return a data set of tuples of 16 rows and 8, in batches of these sizes."""
+    return tf.data.Dataset.zip(
+        tf.data.Dataset.range(16).batch(first, **kwargs),
+        tf.data.Dataset.range(8).batch(second, **kwargs),
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("loop", [False, True])
+def test_parts_of_a_batch_may_have_different_numbers_of_rows(workers, loop):
+    data = of_two_sizes(8, 4, drop_remainder=True)
+    found = []
+    for placement in placements(workers, local_replicas=2):
+        if loop:
+            found += replica_slices(data, placement)
+        else:
+            found += [
+                replica_rows(batch, local, placement, HOST, even=True)
+                for batch in fed(data, placement)
+                for local in range(2)
+            ]
+    assert {(len(x), len(y)) for x, y in found} == {(4 // workers, 2 // workers)}
+    for part, rows in enumerate((16, 8)):
+        assert sorted(np.concatenate([each[part] for each in found])) == list(range(rows))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_numbers_of_rows_that_replicas_cannot_share_are_an_error(workers):
+    placement = Placement(workers, local_replicas=2)
+    expected = r"same number of rows, received.*drop_remainder.*multiple of the \d replicas"
+    for give in (fed, replica_slices):
+        with pytest.raises(ValueError, match=expected):
+            give(of_two_sizes(8, 5, drop_remainder=True), placement)
+        for sizes in ((8, 4), (8, 5)):
+            with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
+                list(give(of_two_sizes(*sizes), placement))
+    with pytest.raises(ValueError, match=expected):
+        batch_of((np.arange(8), np.arange(4)), placement)
+
+
 def test_a_batch_without_tensors_is_refused():
     with pytest.raises(ValueError, match="holds no tensor"):
         count_rows((None, {}))
