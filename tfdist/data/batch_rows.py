@@ -65,9 +65,9 @@ def even_part(batch: Any, index: Any, count: int) -> Any:
     """Return one of several parts of a batch, with equally many rows of each tensor.
 
     Args:
-        batch: A nest of dense tensors `[rows, ...]`. Their static numbers of rows may differ, and
-            are multiples of `count`. None and Optionals stay as they are.
-        index: Index of the part; a number gives the result a static shape.
+        batch: A nest of dense tensors `[rows, ...]`. Their numbers of rows may differ, and are
+            multiples of `count`. None and Optionals stay as they are.
+        index: Index of the part; a number keeps static numbers of rows static.
         count: Number of parts.
 
     Returns:
@@ -82,7 +82,7 @@ def even_part(batch: Any, index: Any, count: int) -> Any:
     def of(x):
         if _absent(x):
             return x
-        rows = x.shape[0] // count
+        rows = (tf.shape(x, out_type=tf.int64)[0] if x.shape[0] is None else x.shape[0]) // count
         return x[index * rows : (index + 1) * rows]
 
     return tf.nest.map_structure(of, batch)
@@ -94,15 +94,16 @@ def check_equal_rows(batch: Any, replicas: int) -> None:
     In a graph whose static shapes do not tell, the error comes when it runs.
 
     Args:
-        batch: A nest of tensors `[rows, ...]`. None and Optionals are ignored.
+        batch: A nest of tensors `[rows, ...]`, dense, ragged or sparse. None, Optionals and scalars
+            are ignored.
         replicas: Number of replicas, for the message.
 
     Raises:
         ValueError: If numbers of rows differ.
         tf.errors.InvalidArgumentError: If they differ, in a graph.
     """
-    tensors = [x for x in tf.nest.flatten(batch) if isinstance(x, tf.Tensor) and x.shape.rank]
-    static = {x.shape[0] for x in tensors}
+    tensors = [x for x in tf.nest.flatten(batch) if not _absent(x) and x.shape.rank != 0]
+    static = {x.shape[0] if x.shape.rank else None for x in tensors}
     expected = "expected a batch whose tensors have the same number of rows, received"
     remedy = (
         "In a data set they may differ if each is static, as with batch(drop_remainder=True), and "
@@ -112,7 +113,7 @@ def check_equal_rows(batch: Any, replicas: int) -> None:
         shapes = ", ".join(str(x.shape) for x in tensors)
         raise ValueError(f"{expected} shapes {shapes}. {remedy}")
     if None in static and not tf.executing_eagerly():
-        rows = [tf.shape(x)[0] for x in tensors]
+        rows = [count_rows(x) for x in tensors]
         for other in rows[1:]:
             tf.debugging.Assert(tf.equal(rows[0], other), [expected, *rows, remedy])
 

@@ -18,7 +18,7 @@ import importlib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -637,13 +637,27 @@ def metrics_of(model: keras.Model) -> list[keras.Metric]:
     A model with a property `metrics` of its own may leave some out. Keras does not reset these.
     """
     metrics = list(model.metrics)
-    known = {id(each) for metric in metrics for each in (metric, *getattr(metric, "metrics", ()))}
+    known = {id(each) for each in each_metric(metrics)}
     for layer in model._flatten_layers():
         for metric in layer._metrics:
             if id(metric) not in known:
                 known.add(id(metric))
                 metrics.append(metric)
     return metrics
+
+
+def each_metric(metrics: Iterable[keras.Metric]) -> list[keras.Metric]:
+    """Return metrics, and those in the containers of Keras among them, as for `compile`."""
+    return [
+        each
+        for metric in metrics
+        for each in (metric, *(getattr(metric, "metrics", ()) if _is_keras(type(metric)) else ()))
+    ]
+
+
+def resets_variables(metric: keras.Metric) -> bool:
+    """Return whether Keras' own code resets a metric, which is to assign its variables."""
+    return _is_keras(metric.reset_state)
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:

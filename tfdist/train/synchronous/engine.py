@@ -355,7 +355,7 @@ class Engine(Hooks):
         over the replicas.
         """
         runner = self._active
-        if not _between_steps() or runner is None or runner.model is not model:
+        if not _outside_of_steps() or runner is None or runner.model is not model:
             return keras_method(model)
         if self._replica_state(model).reads_metrics:
             return keras_method(model)
@@ -363,7 +363,7 @@ class Engine(Hooks):
 
     def reset_metrics(self, model: keras.Model, keras_method: Callable) -> None:
         """See `keras.Model.reset_metrics`, which `train_on_batch` calls before each step."""
-        if _between_steps():
+        if _outside_of_steps():
             self._replica_state(model).reset_metrics(keras_method)
         else:
             keras_method(model)
@@ -893,7 +893,7 @@ class Engine(Hooks):
             )
 
 
-def _between_steps() -> bool:
+def _outside_of_steps() -> bool:
     """Return whether the caller runs neither in a graph nor in the context of a replica."""
     in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     return tf.executing_eagerly() and not in_replica

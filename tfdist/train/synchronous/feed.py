@@ -401,7 +401,10 @@ def _checksum(data: Any, rows) -> tf.Tensor:
 
 
 def _always_even(spec: Any, replicas: int) -> bool:
-    """Return whether every batch is known to give each replica the same number of rows."""
+    """Return whether every batch is known to give each replica the same number of rows.
+
+    The tensors of a batch are dense then, and the rows of each divide among the replicas.
+    """
     if replicas == 1:
         return True
     specs = tf.nest.flatten(spec)

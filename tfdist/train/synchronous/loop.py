@@ -431,7 +431,7 @@ class Runner:
             self._fetched = source, source.get_next_as_optional()
             self.stats.input_seconds += time.perf_counter() - start
         if self._compiles is None and self._fetched[1].has_value():
-            self._decide_on_xla(self._fetched[1].get_value())
+            self._decide_on_xla(self._fetched[1].get_value(), even)
         arguments = (
             source,
             self._fetched[1],
@@ -487,7 +487,7 @@ class Runner:
 
     def _run_batch(self, batch: Batch, even: bool, reads: bool) -> None:
         if self._compiles is None:
-            self._decide_on_xla(batch)
+            self._decide_on_xla(batch, even)
         if self.model.run_eagerly:
             function: Any = functools.partial(
                 self._measured if self.recorder else self._replicas, even=even
@@ -508,11 +508,11 @@ class Runner:
             self._record(1, started, row[None])
         self._last, _ = result
 
-    def _decide_on_xla(self, batch: Batch) -> None:
+    def _decide_on_xla(self, batch: Batch, even: bool) -> None:
         """Decide whether XLA compiles the steps; log why it does not, if it should."""
         self._compiles = self._strategy.tfdist_engine.asks_for_xla(self.model)
         if self._compiles and (self._placement.replicas > 1 or not chose_jit_compile(self.model)):
-            rows = replica_rows(batch, 0, self._placement, self._host)
+            rows = replica_rows(batch, 0, self._placement, self._host, even)
             name = "train_step" if self._trains else "test_step"
             self._compiles = can_compile(
                 self._step_logs, name, rows, self._strategy, self._placement

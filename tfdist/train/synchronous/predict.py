@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.data.batch_rows import check_equal_rows
 from tfdist.keras_compat.flat_calls import FlatFunction
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
@@ -42,6 +43,10 @@ class Predictor:
     def __call__(self, batches: list) -> Any:
         """Return the predictions for some batches."""
         batches = [b if isinstance(b, Batch) else batch_of(b, self._placement) for b in batches]
+        if self._placement.replicas > 1:
+            for b in batches:  # the outputs of replicas are those of rows
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(b.data)
+                check_equal_rows(x, self._placement.replicas)
         if not self.model.built:
             self._build(batches[0])
             layouts.check(self.model)

@@ -18,7 +18,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_compat import local_component, metric_variables, metrics_of
+from tfdist.keras_compat import (
+    each_metric,
+    local_component,
+    metric_variables,
+    metrics_of,
+    resets_variables,
+)
 from tfdist.keras_compat.flat_calls import flat_call
 from tfdist.parallel.collectives.group import native_transport
 from tfdist.parallel.placement import Placement
@@ -60,7 +66,7 @@ class ReplicaState:
         self._functions: dict[str, tuple[list[keras.Variable], Callable]] = {}
         self._sum_parts: Callable | None = None
         self._untraced = 0  # times that `metrics` has traced no function
-        self._resets = 0  # the same of `reset_metrics`
+        self._resets = 0  # times that `reset_metrics` was called
         self._bound = strategy.tfdist_engine.watchdog.bound
 
     def metrics(
@@ -106,21 +112,21 @@ class ReplicaState:
         return self._results(self._totals_in_process(), indices)
 
     def reset_metrics(self, keras_method: Callable) -> None:
-        """Run `keras.Model.reset_metrics`; traced, it takes a third of the time.
+        """Run `keras.Model.reset_metrics`, after some calls as a traced function.
 
-        A metric that is not Keras' own may reset more than variables.
+        That takes a third of the time. It assigns variables alone, so a metric with a `reset_state`
+        of the user's is always reset by Keras.
 
         Args:
             keras_method: Keras' own method.
         """
         self._resets += 1
-        listed = self._model.metrics
-        metrics = [each for metric in listed for each in (metric, *getattr(metric, "metrics", ()))]
-        if self._resets <= UNTRACED or not all(map(_resets_variables, metrics)):
+        metrics = self._model.metrics
+        if self._resets <= UNTRACED or not all(map(resets_variables, each_metric(metrics))):
             keras_method(self._model)
             return
-        known = [*metrics, *(v for metric in listed for v in metric.variables)]
-        self._traced("reset", known, lambda: keras_method(self._model))()
+        variables = [v for metric in metrics for v in metric.variables]
+        self._traced("reset", variables, lambda: keras_method(self._model))()
 
     def values(self, variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Tensor]:
         """Return the values of variables that all replicas share, or of copies, on the host.
@@ -576,11 +582,6 @@ def _all_sum(x, replicas: int, name: str):
     if transport is None:
         return context.all_reduce("SUM", x)
     return transport.all_reduce([x], name)[0]
-
-
-def _resets_variables(metric: keras.Metric) -> bool:
-    """Return whether Keras' own code resets a metric."""
-    return metric.reset_state.__module__.startswith("keras.")
 
 
 def _share_of(variable: keras.Variable, component, replica, replicas: int):

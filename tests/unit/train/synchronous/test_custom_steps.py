@@ -936,3 +936,34 @@ def test_batches_of_rows_with_labels_and_more_without_train_to_one_replicas_numb
         return model.fit(batches, epochs=2, verbose=0).history, model.get_weights()
 
     check_equal(trained(one_device), trained(mirrored))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_one_model_trains_on_batches_of_several_static_sizes(one_device, mirrored, watched):
+    examples = tf.data.Dataset.from_tensor_slices(data())
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)]
+
+    def trained(strategy):
+        with strategy.scope():
+            model = mlp(OwnStep)
+            model.compile(keras.optimizers.SGD(0.1))
+        logs = {}
+        for size in (8, 4, 16):
+            batches = examples.batch(size, drop_remainder=True)
+            fit = model.fit(batches, verbose=0, callbacks=callbacks * watched).history
+            test = model.evaluate(batches, verbose=0, return_dict=True)
+            logs |= {f"{name} {size}": value for name, value in {**fit, **test}.items()}
+        return logs, model.get_weights()
+
+    check_equal(trained(one_device), trained(mirrored))
+
+
+def test_predict_refuses_arrays_of_different_numbers_of_rows(mirrored):
+    with mirrored.scope():
+        inputs = [keras.Input([2]), keras.Input([2])]
+        model = keras.Model(inputs, keras.layers.Dense(1)(inputs[0]))
+    batches = tf.data.Dataset.from_tensors(((tf.zeros([8, 2]), tf.zeros([4, 2])),))
+    with pytest.raises(
+        ValueError, match=r"same number of rows, received shapes \(8, 2\), \(4, 2\)"
+    ):
+        model.predict(batches, verbose=0)

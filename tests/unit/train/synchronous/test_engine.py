@@ -169,6 +169,27 @@ def test_single_steps_read_the_metrics_of_their_model_as_compiled(strategy, requ
         assert len({tuple(row) for row in seen.rows}) == len(seen.rows)
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+def test_single_steps_begin_with_metrics_that_are_reset(strategy, request):
+    strategy = request.getfixturevalue(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, "sigmoid")])
+    x, y = data(UNTRACED + 4)
+    y = (y > 0).astype("float32")
+    for metrics in (["accuracy", keras.metrics.AUC], [keras.metrics.Precision]):
+        with strategy.scope():
+            made = [each if isinstance(each, str) else each(name="own") for each in metrics]
+            model.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", metrics=made)
+        for row in range(len(x)):
+            several = slice(row // 2, row + 1)
+            found = model.train_on_batch(x[several], y[several], return_dict=True)
+            alone = keras.losses.binary_crossentropy(y[several, None], model(x[several]))
+            assert found["loss"] == pytest.approx(float(np.mean(alone)), rel=1e-5)
+            assert model.metrics[1].variables
+        expected = model.evaluate(x[several], y[several], verbose=0, return_dict=True)
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 class CountedResets(keras.metrics.SparseCategoricalAccuracy):
     resets = 0
 
