@@ -254,9 +254,10 @@ def test_numbers_of_rows_that_replicas_cannot_share_are_an_error(workers):
     with pytest.raises(ValueError, match=expected):
         batch_of((np.arange(8), np.arange(4)), placement)
     for kind in (sparse, ragged):
+        rows = tf.data.Dataset.from_tensor_slices(kind()).batch(4)
+        zipped = tf.data.Dataset.zip(rows, tf.data.Dataset.range(9).batch(3))
         with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
-            rows = tf.data.Dataset.from_tensor_slices(kind()).batch(4)
-            fed(tf.data.Dataset.zip(rows, tf.data.Dataset.range(9).batch(3)), placement)
+            fed(zipped, placement)
 
 
 def test_a_batch_without_tensors_is_refused():
