@@ -522,7 +522,8 @@ def test_each_model_sends_its_own_bytes(under, policy):
     )
 
 
-def test_bytes_of_sparse_gradients_are_unknown(under):
+@pytest.mark.parametrize("rows", [4, 5])
+def test_bytes_of_sparse_gradients_are_known_if_all_batches_are_of_one_size(under, rows):
     strategy = under("mean")
     with strategy.scope():
         model = keras.Sequential(
@@ -534,9 +535,15 @@ def test_bytes_of_sparse_gradients_are_unknown(under):
             ]
         )
         model.compile("sgd", "mse")
-    model.fit(np.ones([4, 2], np.int32), np.ones([4, 1]), batch_size=4, verbose=0)
-    assert math.isnan(strategy.tfdist_engine.bytes_per_step(model))
-    assert telemetry_callbacks.sent(strategy, model) is None
+    model.fit(np.ones([rows, 2], np.int32), np.ones([rows, 1]), batch_size=4, verbose=0)
+    found = strategy.tfdist_engine.bytes_per_step(model)
+    if (
+        rows == 4
+    ):  # two ids of each of a replica's two rows, with their indices; then the dense ones
+        assert found == 4 * (3 * 4 + 4) + 7 * 4
+    else:
+        assert math.isnan(found)
+        assert telemetry_callbacks.sent(strategy, model) is None
 
 
 def test_bytes_that_a_user_function_sends_by_itself_are_unknown(under):

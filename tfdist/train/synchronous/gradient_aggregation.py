@@ -322,10 +322,11 @@ def _sum_variable(shape, dtype: str) -> keras.Variable:
 
 
 def _bytes(x) -> float:
-    """Return the bytes of a gradient; NaN for sparse rows, whose number varies by batch."""
-    x = x.values if isinstance(x, tf.IndexedSlices) else x
-    elements = x.shape.num_elements()
-    return math.nan if elements is None else elements * x.dtype.size
+    """Return the bytes of a gradient; NaN for sparse rows if their number varies by batch."""
+    parts = [x.values, x.indices] if isinstance(x, tf.IndexedSlices) else [x]
+    if any(part.shape.num_elements() is None for part in parts):
+        return math.nan
+    return sum(part.shape.num_elements() * part.dtype.size for part in parts)
 
 
 def _check_gradients(result: Any, grads: list) -> list:
