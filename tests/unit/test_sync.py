@@ -537,9 +537,8 @@ def test_bytes_of_sparse_gradients_are_known_if_all_batches_are_of_one_size(unde
         model.compile("sgd", "mse")
     model.fit(np.ones([rows, 2], np.int32), np.ones([rows, 1]), batch_size=4, verbose=0)
     found = strategy.tfdist_engine.bytes_per_step(model)
-    if (
-        rows == 4
-    ):  # two ids of each of a replica's two rows, with their indices; then the dense ones
+    if rows == 4:
+        # A replica's two rows of two ids, with their indices, and the gradients of the dense layer.
         assert found == 4 * (3 * 4 + 4) + 7 * 4
     else:
         assert math.isnan(found)

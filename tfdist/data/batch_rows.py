@@ -82,7 +82,7 @@ def even_part(batch: Any, index: Any, count: int) -> Any:
     def of(x):
         if _absent(x):
             return x
-        rows = (tf.shape(x, out_type=tf.int64)[0] if x.shape[0] is None else x.shape[0]) // count
+        rows = (x.shape[0] or count_rows(x)) // count
         return x[index * rows : (index + 1) * rows]
 
     return tf.nest.map_structure(of, batch)

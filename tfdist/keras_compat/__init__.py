@@ -97,6 +97,12 @@ def engine_of(strategy: tf.distribute.Strategy) -> Any:
     return getattr(strategy, "tfdist_engine", None)
 
 
+def outside_of_steps() -> bool:
+    """Return whether the caller runs neither in a graph nor in the context of a replica."""
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return tf.executing_eagerly() and not in_replica
+
+
 def device_type(strategy: tf.distribute.Strategy) -> str:
     """Return the kind of device of a strategy's replicas, such as "CPU" or "GPU"."""
     return tf.DeviceSpec.from_string(strategy.extended.worker_devices[0]).device_type
@@ -566,11 +572,7 @@ def _hook_assignments() -> None:
     @functools.wraps(keras_assign)
     def direct_assign(self, value):
         variable = self._value
-        if (
-            tf.executing_eagerly()
-            and isinstance(variable, _distribute_values.DistributedVariable)
-            and (not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context())
-        ):
+        if isinstance(variable, _distribute_values.DistributedVariable) and outside_of_steps():
             variable.assign(tf.cast(value, variable.dtype), read_value=False)
         else:
             keras_assign(self, value)

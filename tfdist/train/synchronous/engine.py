@@ -32,6 +32,7 @@ from tfdist.keras_compat import (
     model_supports_jit,
     note_jit_compile,
     ops_are_deterministic,
+    outside_of_steps,
     unchanged_by_saving,
 )
 from tfdist.keras_compat.parallel import applies_as_keras
@@ -355,7 +356,7 @@ class Engine(Hooks):
         over the replicas.
         """
         runner = self._active
-        if not _outside_of_steps() or runner is None or runner.model is not model:
+        if not outside_of_steps() or runner is None or runner.model is not model:
             return keras_method(model)
         if self._replica_state(model).reads_metrics:
             return keras_method(model)
@@ -363,7 +364,7 @@ class Engine(Hooks):
 
     def reset_metrics(self, model: keras.Model, keras_method: Callable) -> None:
         """See `keras.Model.reset_metrics`, which `train_on_batch` calls before each step."""
-        if _outside_of_steps():
+        if outside_of_steps():
             self._replica_state(model).reset_metrics(keras_method)
         else:
             keras_method(model)
@@ -891,12 +892,6 @@ class Engine(Hooks):
                 "reads variables of its own device only. Pass jit_compile=False, or use the "
                 "strategy mirrored."
             )
-
-
-def _outside_of_steps() -> bool:
-    """Return whether the caller runs neither in a graph nor in the context of a replica."""
-    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-    return tf.executing_eagerly() and not in_replica
 
 
 def _holder(model: keras.Model) -> Any:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfdist
+from tests.parity.cases import Steps
 from tfdist.keras_compat import copies
 from tfdist.parallel.replica_weight import weighted_step
 from tfdist.telemetry.layout import read_json_lines
@@ -894,9 +895,7 @@ def test_statistics_of_no_rows_are_no_gradients(mirrored):
 def test_steps_know_the_number_of_rows_of_batches_of_a_static_size(one_device, mirrored, watched):
     x, y = data()
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, drop_remainder=True)
-    callbacks = [
-        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
-    ] * watched
+    callbacks = [Steps()] * watched
 
     def trained(strategy):
         with strategy.scope():
@@ -941,7 +940,7 @@ def test_batches_of_rows_with_labels_and_more_without_train_to_one_replicas_numb
 @pytest.mark.parametrize("watched", [False, True])
 def test_one_model_trains_on_batches_of_several_static_sizes(one_device, mirrored, watched):
     examples = tf.data.Dataset.from_tensor_slices(data())
-    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)]
+    callbacks = [Steps()] * watched
 
     def trained(strategy):
         with strategy.scope():
@@ -950,7 +949,7 @@ def test_one_model_trains_on_batches_of_several_static_sizes(one_device, mirrore
         logs = {}
         for size in (8, 4, 16):
             batches = examples.batch(size, drop_remainder=True)
-            fit = model.fit(batches, verbose=0, callbacks=callbacks * watched).history
+            fit = model.fit(batches, verbose=0, callbacks=callbacks).history
             test = model.evaluate(batches, verbose=0, return_dict=True)
             logs |= {f"{name} {size}": value for name, value in {**fit, **test}.items()}
         return logs, model.get_weights()
