@@ -106,8 +106,8 @@ def check_equal_rows(batch: Any, replicas: int) -> None:
     static = {x.shape[0] if x.shape.rank else None for x in tensors}
     expected = "expected a batch whose tensors have the same number of rows, received"
     remedy = (
-        "In a data set they may differ if each is static, as with batch(drop_remainder=True), and "
-        f"a multiple of the {replicas} replicas."
+        "In a data set for fit or evaluate they may differ if each is static, as with "
+        f"batch(drop_remainder=True), and a multiple of the {replicas} replicas."
     )
     if len(static - {None}) > 1:
         shapes = ", ".join(str(x.shape) for x in tensors)
