@@ -7,8 +7,8 @@ is a true child of the caller, with the caller's files, environment and director
 cannot imitate (options of Python, variables that TensorFlow reads when it is loaded) is started by
 exec as ever, and so is everything under `pytest --standby 0`, and where there is no Linux.
 
-A `tfdist` command that runs in such a process forks a server of its own before it does anything
-else, so that its children, too, are forks, and its own.
+A `tfdist` or `pytest` command that runs in such a process forks a server of its own before it does
+anything else, so that its children, too, are forks, and its own.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ def _run(words: list[str]) -> None:
     elif words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path[0] = os.getcwd()
-        if words[1] == "tfdist":
+        if words[1] in ("pytest", "tfdist"):
             Popen.server = Server.fork()
             subprocess.Popen = Popen  # type: ignore[misc]
         sys.modules.pop(words[1], None)
