@@ -192,7 +192,12 @@ def test_a_run_with_all_of_them_leaves_a_model_that_loads_elsewhere(tmp_path, di
         config.Run.from_dict(
             {
                 "strategy": {"name": "one_device", "devices": "cpu"},
-                "data": {"data_dir": str(digits_dir), "train_split": "train[:20%]"},
+                "data": {
+                    "data_dir": str(digits_dir),
+                    "train_split": "train[:20%]",
+                    "eval_split": "test[:240]",
+                    "global_batch": 60,
+                },
                 "model": {"name": "mlp", "options": {"widths": (8,)}},
                 "train": {
                     "epochs": 3,

@@ -136,7 +136,12 @@ def test_a_run_with_callbacks_resumes_and_stops_early(file, tmp_path, digits_dir
     settings = config.Run.from_dict(
         {
             "strategy": {"name": "one_device", "devices": "cpu"},
-            "data": {"data_dir": str(digits_dir), "train_split": "train[:10%]"},
+            "data": {
+                "data_dir": str(digits_dir),
+                "train_split": "train[:10%]",
+                "eval_split": "test[:50]",
+                "global_batch": 50,
+            },
             "model": {"name": "mlp", "options": {"widths": (8,)}},
             "train": {
                 "epochs": 9,
@@ -173,7 +178,7 @@ def test_a_run_with_callbacks_resumes_and_stops_early(file, tmp_path, digits_dir
 
 
 def batches(**more):
-    x = np.random.default_rng(1).normal(size=(20, 3)).astype("float32")
+    x = np.random.default_rng(1).normal(size=(24, 3)).astype("float32")
     y = (x.sum(1) > 0).astype("int32") + (x[:, 0] > 0)
     return data.pipeline((x, y), 8, seed=1, **more)
 

@@ -1,7 +1,10 @@
 """Test one short run, from its settings to its summary, on one device."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import pathlib
 import time
 
 import numpy as np
@@ -18,8 +21,7 @@ from tfdist.telemetry import sessions
 from tfdist.telemetry.layout import read_json_lines
 
 
-@pytest.fixture
-def settings(tmp_path, digits_dir):
+def short(directory, digits_dir):
     return config.Run.from_dict(
         {
             "name": "short",
@@ -27,15 +29,29 @@ def settings(tmp_path, digits_dir):
             "data": {"data_dir": str(digits_dir), "train_split": "train[:20%]", "global_batch": 50},
             "model": {"name": "mlp", "options": {"widths": (16,)}},
             "train": {"epochs": 2, "schedule": "cosine"},
-            "output": {"dir": str(tmp_path / "run"), "export": True},
+            "output": {"dir": str(directory / "run"), "export": True},
         }
     )
 
 
-def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys):
+@pytest.fixture
+def settings(tmp_path, digits_dir):
+    return short(tmp_path, digits_dir)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, digits_dir):
+    """Return the settings of a run on one device, its summary, its output and when it began."""
+    settings = short(tmp_path_factory.mktemp("finished"), digits_dir)
     began = time.time()
-    summary = run(settings)
-    directory = tmp_path / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        summary = run(settings)
+    return settings, summary, printed.getvalue(), began
+
+
+def test_run_writes_its_files_and_prints_their_paths(finished):
+    settings, summary, printed, began = finished
+    directory = pathlib.Path(settings.output.dir)
     assert json.loads((directory / "summary.json").read_text()) == summary
     assert (
         config.Run.from_dict(json.loads((directory / "config.json").read_text())).train
@@ -64,7 +80,7 @@ def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys)
     assert session.versions["tfdist"] == tfdist.__version__
     assert summary["examples_per_second"] > 0
     assert (
-        capsys.readouterr().out.count(f"tensorboard --logdir {directory}") == 2
+        printed.count(f"tensorboard --logdir {directory}") == 2
     )  # at the beginning, and at the end
     with pytest.raises(ValueError, match="holds a finished run"):
         run(settings)
@@ -79,8 +95,8 @@ def test_run_writes_its_files_and_prints_their_paths(settings, tmp_path, capsys)
     ],
     ids=["pipeline", "fsdp", "bfloat16"],
 )
-def test_divided_models_train_as_on_one_device(settings, tmp_path, parallel):
-    expected = run(settings)
+def test_divided_models_train_as_on_one_device(finished, settings, tmp_path, parallel):
+    _, expected, _, _ = finished
     two = dataclasses.replace(
         settings,
         strategy=config.Strategy(devices="cpu:0,cpu:1"),
