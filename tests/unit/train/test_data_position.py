@@ -1,5 +1,7 @@
 """Test that a resumed fit reads the rest of its data, however epochs and passes relate."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -16,8 +18,19 @@ X = np.random.default_rng(0).normal(size=(4 * STEPS, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 
 
-def batches():
+@functools.cache
+def made_pipeline():
     return data.pipeline((X, Y), 4, seed=2)
+
+
+def batches():
+    """Return a data pipeline as a process begins with it; to make one takes longer than to train.
+
+    The number of the next epoch is all that a pass leaves in it.
+    """
+    result = made_pipeline()
+    result.epochs.next = 0
+    return result
 
 
 def read_before():
@@ -67,6 +80,18 @@ CASES = {
 }
 
 
+def repeatable(model):
+    """Return a function that returns a model in its first state, so that it is traced once."""
+    model.optimizer.build(model.trainable_variables)
+    first = state.of_model(model)
+
+    def fresh():
+        state.into_model(first, model, "first")
+        return model
+
+    return fresh
+
+
 @pytest.fixture(scope="module", params=["strategy", "none"])
 def model(request):
     """Return a function that returns a model in its first state, under a strategy or none."""
@@ -79,14 +104,7 @@ def model(request):
     with strategy.scope():
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
-        model.optimizer.build(model.trainable_variables)
-    first = state.of_model(model)
-
-    def fresh():
-        state.into_model(first, model, "first")
-        return model
-
-    return fresh
+        return repeatable(model)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -111,12 +129,14 @@ def test_resumed_fit_reads_what_is_left(model, tmp_path, case):
 
 
 def test_arrays_resume_without_a_strategy(tmp_path):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)
+    fresh = repeatable(model)
+
     def fit(directory, *callbacks):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-        model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=4)
-        return model.fit(
+        return fresh().fit(
             X,
             Y,
             sample_weight=np.arange(len(X)),
@@ -138,16 +158,15 @@ def test_arrays_resume_without_a_strategy(tmp_path):
 
 
 def test_a_strategy_of_tensorflow_restarts_an_epoch_in_its_order(tmp_path, caplog):
-    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        model.compile("sgd", metrics=[first_row], loss="mse", jit_compile=False)
+        fresh = repeatable(model)
 
     def fit(directory, *callbacks):
-        with strategy.scope():
-            model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-            model.compile("sgd", metrics=[first_row], loss="mse", jit_compile=False)
         backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=4)
-        return model.fit(batches(), epochs=2, verbose=0, callbacks=[backup, *callbacks]).history[
-            "first_row"
-        ]
+        history = fresh().fit(batches(), epochs=2, verbose=0, callbacks=[backup, *callbacks])
+        return history.history["first_row"]
 
     whole = fit("whole")
     with pytest.raises(Stop):

@@ -3,6 +3,7 @@
 It writes nothing of the chief's.
 """
 
+import functools
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import ClusterSpec, make_strategy
+from tfdist.backup import state
 from tfdist.backup.snapshot import Snapshot
 from tfdist.cluster.addresses import Presence
 from tfdist.cluster.preflight import PeersAbsent
@@ -55,9 +57,23 @@ def chief_until(strategy, event):
     )
 
 
-def train(callbacks, epochs, seed=0):
+@functools.cache
+def chiefs_model():
+    """Return the model of a training elsewhere, whose steps are traced once, and its first state.
+
+    It is as `build` makes it.
+    """
+    model = build()
+    model.optimizer.build(model.trainable_variables)
+    return model, state.of_model(model)
+
+
+def train(callbacks, epochs):
     """Return the validation metrics of a training elsewhere."""
-    return build(seed=seed).fit(
+    model, first = chiefs_model()
+    state.into_model(first, model, "first")
+    keras.utils.set_random_seed(0)
+    return model.fit(
         X, Y, epochs=epochs, batch_size=8, validation_data=(X, Y), verbose=0, callbacks=callbacks
     )
 

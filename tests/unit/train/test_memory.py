@@ -56,8 +56,8 @@ def graphs():
 
 def fit_and_predict(model):
     model.fit(X, Y, batch_size=8, epochs=2, verbose=0, validation_data=(X, Y))
-    model.evaluate(X, Y, verbose=0)
-    model.predict(X, verbose=0)
+    model.evaluate(X, Y, batch_size=8, verbose=0)
+    model.predict(X, batch_size=8, verbose=0)
 
 
 def batches(model):

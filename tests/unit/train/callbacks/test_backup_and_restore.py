@@ -18,7 +18,7 @@ from tfdist.backup import state
 from tfdist.backup.store import Store
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE
 
-EXAMPLES = 50
+EXAMPLES = 56
 BATCH = 8
 EPOCHS = 3
 STEPS = -(-EXAMPLES // BATCH)
@@ -65,9 +65,25 @@ def no_strategy():
     return tf.distribute.get_strategy()
 
 
+@functools.cache
+def made_pipeline():
+    return data.pipeline((X, Y), BATCH, seed=2)
+
+
+def pipeline():
+    """Return a data pipeline as a process begins with it; to make one takes longer than to train.
+
+    The number of the next epoch is all that a pass leaves in it.
+    """
+    result = made_pipeline()
+    result.epochs.next = 0
+    return result
+
+
 DATA = {
-    "pipeline": lambda: data.pipeline((X, Y), BATCH, seed=2),
+    "pipeline": pipeline,
     "tf.data": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH),
+    "short last batch": lambda: tf.data.Dataset.from_tensor_slices((X[:50], Y[:50])).batch(BATCH),
 }
 
 
@@ -198,9 +214,9 @@ def undisturbed(tmp_path_factory):
         ("one_device", "pipeline", [(0, 2), (1, 4), (2, STEPS - 1)]),
         ("mirrored", "pipeline", [(0, 3), (1, 0), (1, STEPS)]),
         ("one_device", "tf.data", [(0, 3)]),
-        ("mirrored", "tf.data", [(1, STEPS)]),
+        ("mirrored", "short last batch", [(1, STEPS)]),
         ("no_strategy", "pipeline", [(0, 3), (1, STEPS), (2, 1)]),
-        ("no_strategy", "tf.data", [(1, 3)]),
+        ("no_strategy", "short last batch", [(1, 3)]),
     ],
     indirect=["strategy"],
 )
@@ -209,7 +225,11 @@ def test_resumed_fit_equals_an_uninterrupted_one(strategy, undisturbed, tmp_path
     seeds = itertools.cycle([1, 5])
     for interrupt in interrupts:
         assert not train(strategy, tmp_path, kind, interrupt, seed=next(seeds))["ended"]
-    same(train(strategy, tmp_path, kind, seed=next(seeds)), undisturbed(strategy, kind))
+    resumed = train(strategy, tmp_path, kind, seed=next(seeds))
+    same(resumed, undisturbed(strategy, kind))
+    epoch, step = interrupts[-1]
+    saved = (epoch * STEPS + step) // 2 * 2  # steps
+    assert resumed["seen"][0] == ((saved - 1) // STEPS, 0)  # callbacks see the whole epoch
     assert not tmp_path.exists()
 
 
@@ -258,15 +278,6 @@ def test_a_training_killed_before_its_first_save_begins_from_the_same_state(
     same(train(mirrored, tmp_path, save_freq="epoch", seed=5), undisturbed(mirrored))
 
 
-def test_training_interrupted_several_times_resumes(one_device, undisturbed, tmp_path):
-    for interrupt in ((0, 5), (1, 2), (1, 6)):
-        assert not train(one_device, tmp_path, "pipeline", interrupt)["ended"]
-    resumed = train(one_device, tmp_path, "pipeline")
-    assert not tmp_path.exists()
-    same(resumed, undisturbed(one_device))
-    assert resumed["seen"][0] == (1, 0)  # the callbacks see the whole epoch
-
-
 @pytest.mark.parametrize(
     ("strategy", "save_freq", "steps_per_execution"),
     [
@@ -283,7 +294,7 @@ def test_fit_resumes_for_any_save_frequency(
 ):
     options = {"save_freq": save_freq, "steps_per_execution": steps_per_execution}
     assert not train(strategy, tmp_path / "cut", interrupt=(2, 3), **options)["ended"]
-    same(train(strategy, tmp_path / "cut", seed=5, **options), undisturbed(strategy))
+    same(train(strategy, tmp_path / "cut", **options), undisturbed(strategy))
 
 
 def test_a_fit_that_fails_waits_for_its_last_snapshot(one_device, tmp_path, monkeypatch, caplog):
@@ -414,7 +425,7 @@ class Total(keras.metrics.Metric):
 
 def test_gathered_metric_is_saved_as_it_is_after_each_of_two_resumes(mirrored, tmp_path):
     """A run that resumes at the end of an epoch reads the metric before its first update."""
-    x = np.random.default_rng(0).normal(size=(100, 5)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(96, 5)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
 
     def fit(directory, last=None):

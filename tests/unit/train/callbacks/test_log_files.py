@@ -16,7 +16,7 @@ from tests.unit.train.callbacks.test_backup_and_restore import STEPS, Interrupts
 from tfdist.keras_compat import log_writers
 from tfdist.train.callbacks import log_files
 
-X = np.random.default_rng(1).normal(size=(20, 5)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(16, 5)).astype(np.float32)
 KERAS = keras.callbacks.TensorBoard
 VALIDATION = {"validation_data": (X, X.sum(axis=1, keepdims=True)), "validation_batch_size": 8}
 
@@ -80,7 +80,7 @@ def test_curves_have_each_point_once(one_device, tmp_path, board, update_freq, i
     assert not fit("cut", interrupt=interrupt)["ended"]
     for writer in [*log_writers(boards[-1]).values(), *getattr(boards[-1], "own_writers", ())]:
         writer.close()  # what was written since the snapshot is in the files
-    assert fit("cut", seed=5)["ended"]
+    assert fit("cut")["ended"]
     assert boards[-1].update_freq == update_freq
     whole = points(tmp_path / "whole")
     cut = points(tmp_path / "cut")

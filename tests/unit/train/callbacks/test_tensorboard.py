@@ -15,6 +15,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import tfdist
 from tests.unit.train.callbacks.test_backup_and_restore import train
 from tfdist import config
+from tfdist.backup import state
 from tfdist.run import train_command
 from tfdist.telemetry.layout import read_json_lines
 from tfdist.telemetry.writers import JsonlWriter, TensorBoardWriter
@@ -31,15 +32,34 @@ def images(classes=3):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
 
 
-def fit(strategy, *callbacks, epochs=2, outputs=3, validated=False, **compiled):
+MODELS = {}  # what takes most of the time is to trace a model's steps
+
+
+def model_of(strategy, outputs, compiled):
+    """Return a model in its first state."""
+    key = id(strategy), outputs, repr(compiled)
     keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(outputs, "softmax")]
-        )
-        model.compile(
-            **{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", **compiled}
-        )
+    if key not in MODELS:
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((6, 6, 1)),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(outputs, "softmax"),
+                ]
+            )
+            model.compile(
+                **{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", **compiled}
+            )
+            model.optimizer.build(model.trainable_variables)
+        MODELS[key] = strategy, model, state.of_model(model)
+    _, model, first = MODELS[key]
+    state.into_model(first, model, "first")
+    return model
+
+
+def fit(strategy, *callbacks, epochs=2, outputs=3, validated=False, **compiled):
+    model = model_of(strategy, outputs, compiled)
     model.fit(
         images(),
         validation_data=images() if validated else None,
