@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forkserver import Popen
 from tests.processes import ROOT, environment
 from tfdist.backup import memory_tier
 from tfdist.backup.claim import Superseded
@@ -124,7 +125,7 @@ def test_snapshot_outlives_a_process_that_is_killed_while_it_saves(server, tier)
         " (0, step))\n"
         "    print(step, flush=True)\n"
     )
-    with subprocess.Popen(
+    with Popen(
         [sys.executable, "-c", script, server.name],
         env=environment(),
         cwd=ROOT,

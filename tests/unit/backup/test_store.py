@@ -17,6 +17,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import processes
+from tests.forkserver import Popen
 from tests.processes import ROOT, environment
 from tfdist.backup import claim, shards
 from tfdist.backup.claim import Superseded
@@ -214,14 +216,7 @@ def test_full_disk_keeps_earlier_snapshots(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "store.write(Snapshot({'x': np.zeros(100_000)}, {'epoch': 1}))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = processes.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment())
     assert "OSError" in ended.stderr
     assert "cannot be written" in ended.stderr
     assert os.listdir(tmp_path) == ["snapshot-0.tfdist"]
@@ -244,7 +239,7 @@ def test_writer_killed_at_any_moment_leaves_whole_snapshots(tmp_path):
     )
     before = 0
     for wait in (0.02, 0.11):
-        with subprocess.Popen(
+        with Popen(
             [sys.executable, "-c", code, str(tmp_path)],
             cwd=ROOT,
             env=environment(),

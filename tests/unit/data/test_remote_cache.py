@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.forkserver import Popen
 from tests.processes import ROOT, environment
 from tfdist.data import remote_cache
 from tfdist.data.remote_cache import RemoteCache
@@ -78,7 +79,7 @@ def test_another_process_keeps_the_files_that_it_opens(store, monkeypatch):
         "    print(cache.path(path), flush=True)\n"
         "sys.stdin.read()\n"
     )
-    with subprocess.Popen(
+    with Popen(
         [sys.executable, "-c", code, directory, *paths[:2]],
         cwd=ROOT,
         env=environment(),

@@ -66,10 +66,10 @@ def test_epochs_are_those_of_the_pipeline_without_service(both, data_workers):
     assert values(one.of_epoch(1, first_step=3)) == expected[1][3:]
 
 
-def test_workers_that_read_at_the_same_time_get_their_own_rows(both):
+def test_workers_that_read_at_the_same_time_get_their_own_rows(data_workers):
     expected, shares = (
         [batches.replica_rows(index, 1, 2, epoch=1, first_step=1) for index in range(2)]
-        for batches in both
+        for batches in (pipeline((X, Y), 4, seed=3, service=each) for each in (None, data_workers))
     )
     steps = list(zip(*map(values, shares), strict=True))
     assert len(steps) == 5

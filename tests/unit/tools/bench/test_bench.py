@@ -6,10 +6,12 @@ Planted figures give known medians and reasons; a wrong argument is an error.
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
+from tests.forkserver import Popen
 from tfdist import config
 from tfdist.runtime.guardian import Guardian
 from tfdist.telemetry.step_records import PARTS
@@ -646,7 +648,10 @@ def test_a_group_that_is_late_computes_no_more(tmp_path):
         group.close()
 
 
-def test_config_error_in_the_baseline_is_passed_on_and_files_are_replaced_atomically(tmp_path):
+def test_config_error_in_the_baseline_is_passed_on_and_files_are_replaced_atomically(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     (tmp_path / "config.py").write_text(
         "import tfdist\n\ndef get_config():\n    config = tfdist.config.default()\n"
         f"    config.model.name = '{tmp_path}/config.py:nothing'\n    return config\n"
