@@ -63,7 +63,7 @@ def test_the_facts_of_a_run(run):
     assert [window.time for window in final_windows(facts.step_breakdown[1])][3] == BEGUN + 15
 
 
-def test_page_shows_all_parts_of_a_run(run, tmp_path, capsys):
+def test_page_shows_all_parts_of_a_run_and_needs_no_other_file(run, tmp_path, capsys):
     page = report(run, "--png", tmp_path / "png")
     for text in (
         "digits",
@@ -100,10 +100,6 @@ def test_page_shows_all_parts_of_a_run(run, tmp_path, capsys):
     assert f"report   {run / 'report.html'}" in out
     assert "images   9 in" in out
     assert "left out" not in out
-
-
-def test_a_page_needs_no_other_file(run):
-    page = report(run)
     assert page.outside() == []
     assert "http" not in page.source
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]

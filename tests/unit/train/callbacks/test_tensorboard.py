@@ -32,6 +32,7 @@ def images(classes=3):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
 
 
+CANNOT_WRITE = r"\(log_dir=\.\.\.\): expected a directory that can be written, received "
 MODELS = {}  # what takes most of the time is to trace a model's steps
 
 
@@ -235,18 +236,24 @@ def test_a_bad_profile_is_an_error(text, tmp_path):
         ("/proc/tfdist", "No such file or directory"),
     ],
 )
-def test_a_directory_that_cannot_be_written_is_named(place, reason, one_device, tmp_path):
+def test_a_directory_that_cannot_be_written_is_named(place, reason, tmp_path):
     (tmp_path / "file").touch()
     place, reason = place.format(tmp_path), reason.format(tmp_path)
-    expected = r"\(log_dir=\.\.\.\): expected a directory that can be written, received "
+    with pytest.raises(ValueError, match=f"{CANNOT_WRITE}{place}: {reason}"):
+        TensorBoardWriter(place).scalars(0, {"loss": 1.0})
+
+
+def test_all_that_write_name_a_directory_that_cannot_be_written(one_device, tmp_path):
+    place = f"{tmp_path}/file"
+    (tmp_path / "file").touch()
+    reason = f"{place} is not a directory"
     for write in (
         lambda: fit(one_device, keras.callbacks.TensorBoard(place)),
         lambda: fit(one_device, tfdist.TensorBoard(place)),
         lambda: fit(tf.distribute.get_strategy(), tfdist.TensorBoard(place, "try", graph=False)),
         lambda: fit(one_device, tfdist.ImageSamples(place, images(), run="try")),
-        lambda: TensorBoardWriter(place).scalars(0, {"loss": 1.0}),
     ):
-        with pytest.raises(ValueError, match=f"{expected}{place}.*: {reason}"):
+        with pytest.raises(ValueError, match=f"{CANNOT_WRITE}{place}.*: {reason}"):
             write()
     path = tmp_path / "settings.py"
     path.write_text("import tfdist\n\ndef get_config():\n    return tfdist.config.default()\n")
