@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.cluster.scripts.native import CASES, QUICK
+from tests.cluster.scripts.native import CASES, EQUAL, KINDS
 from tests.forkserver import NO_GRAPPLER
 from tests.networks import network
 from tests.processes import PYTHON, ROOT, environment, group, workers
@@ -82,8 +82,8 @@ def test_variables_begin_with_the_values_of_the_chief(results, kind):
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_that_with_tensorflows_collectives(results, case):
     for result in results:
-        history, weights = result[case, "tensorflow"]
-        for kind in ("native", "sockets", "python") if case in QUICK else ("native",):
+        history, weights = result[EQUAL.get(case, case), "tensorflow"]
+        for kind in [kind for kind in KINDS if kind != "tensorflow" and case in KINDS[kind]]:
             other_history, others = result[case, kind]
             for name in history:
                 np.testing.assert_allclose(other_history[name], history[name], rtol=1e-5)

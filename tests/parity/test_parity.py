@@ -12,9 +12,8 @@ from tests.keras_facts import sums_activities
 from tests.parity.guide_cases import CASES
 from tests.parity.setups import runs
 
-# Cases in which a third process matters: who gets which rows, ends that leave some without, what is
-# summed over them. The other cases have their three replicas in mirrored-3, and their processes in
-# workers-2.
+# Cases in which a third replica or process matters: who gets which rows, ends that leave some
+# without, what is summed over them. The other cases have two.
 OF_THREE = (
     "sequential",
     "unwatched",
@@ -41,7 +40,18 @@ OF_THREE = (
 SETUPS = {  # name: strategy, devices, processes, cases where not all
     "one": ("one_device", "-", 1),
     "mirrored-2": ("mirrored", "2", 1),
-    "mirrored-3": ("mirrored", "3", 1),
+    "mirrored-3": (
+        "mirrored",
+        "3",
+        1,
+        *OF_THREE,
+        "custom_train_step",
+        "sum_reduction",
+        "gradient_accumulation",
+        "keras_distribution",
+        "keras_model_parallel",
+        "keras_model_parallel_of_a_cnn",
+    ),
     "central-2": ("central_storage", "2", 1),
     "workers-2": ("keras.distribution", "-", 2),
     "workers-3": ("multi_worker_mirrored", "-", 3, *OF_THREE),

@@ -36,9 +36,8 @@ def unbuilt_models(strategy):
         strategy,
         model=lambda: keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]),
     )
-    model, _ = trains(strategy, model=lambda: Subclassed("tanh"))
+    model, _ = trains(strategy, (*data(),), model=lambda: Subclassed("tanh"), steps=2)
     assert all("/job:ps" in v.value.device for v in model.trainable_variables)
-    trains(strategy, (*data(),), model=lambda: Subclassed("tanh"), steps=2)
 
 
 @feature
@@ -351,12 +350,11 @@ def metrics(strategy):
     model = compiled(strategy, binary, "adam", "binary_crossentropy", many_metrics())
     model.fit(x, y, verbose=0)
     copy = local(model, binary, loss="binary_crossentropy", metrics=many_metrics())
-    for size in (7, 32):
-        mine, theirs = (
-            m.evaluate(x, y, batch_size=size, verbose=0, return_dict=True) for m in (model, copy)
-        )
-        assert set(mine) == set(theirs)
-        same([mine[k] for k in sorted(mine)], [theirs[k] for k in sorted(mine)])
+    mine, theirs = (
+        m.evaluate(x, y, batch_size=7, verbose=0, return_dict=True) for m in (model, copy)
+    )
+    assert set(mine) == set(theirs)
+    same([mine[k] for k in sorted(mine)], [theirs[k] for k in sorted(mine)])
 
 
 @feature
