@@ -228,7 +228,7 @@ class Case:
         tolerance: Most that values differ, relative to the largest of their variable.
         policy: Policy of dtypes.
         deferred: Whether `fsdp` gets a model without values.
-        saved: Whether it is saved and loaded, too.
+        saved: Whether it is also evaluated, saved and loaded.
     """
 
     build: Callable[[], keras.Model]
@@ -454,11 +454,9 @@ def train(
                     contextlib.nullcontext() if alone else strategy.scope(),
                     pathlib.Path(directory or own),
                 )
-        return {
-            **figures,
-            "evaluated": np.array(model.evaluate(x, y, batch_size=BATCH, verbose=0)),
-            "predicted": model.predict(x, batch_size=BATCH, verbose=0),
-        }
+        if case.saved:
+            figures["evaluated"] = np.array(model.evaluate(x, y, batch_size=BATCH, verbose=0))
+        return {**figures, "predicted": model.predict(x, batch_size=BATCH, verbose=0)}
     finally:
         keras.config.set_dtype_policy("float32")
 
