@@ -1,6 +1,7 @@
 """Test the native collectives between processes: results, lost workers and strangers."""
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -43,9 +44,13 @@ def dtype_of(name):
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+@functools.cache
+def normals(rank, shape, salt):
+    return np.random.default_rng([rank, salt]).standard_normal(shape) * 100
+
+
 def values(rank, shape, dtype, salt=0):
-    random = np.random.default_rng([rank, salt])
-    return (random.standard_normal(shape) * 100).astype(dtype_of(dtype))
+    return normals(rank, shape, salt).astype(dtype_of(dtype))
 
 
 def reduced(arrays, reduction="Add", kind=""):
