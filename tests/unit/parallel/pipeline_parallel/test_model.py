@@ -418,8 +418,11 @@ def trained(build, x, y, compiled, options=None, fit=None):
     return inner, model, history
 
 
-def same(build, x, y, compiled, fit=None, tolerance=1e-6, **options):
-    """Train a model with and without stages, compare all numbers, and return both."""
+def same(build, x, y, compiled, fit=None, tolerance=1e-6, evaluates=False, **options):
+    """Train a model with and without stages, compare all numbers, and return both.
+
+    With `evaluates`, compare evaluations, too, for which another graph is traced.
+    """
     plain, _, expected = trained(build, x, y, compiled, fit=fit)
     inner, staged, history = trained(build, x, y, compiled, options, fit)
     assert list(history) == list(expected)
@@ -429,14 +432,15 @@ def same(build, x, y, compiled, fit=None, tolerance=1e-6, **options):
         np.testing.assert_allclose(
             b.numpy(), a.numpy(), rtol=tolerance, atol=tolerance, err_msg=a.path
         )
-    np.testing.assert_allclose(
-        staged.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=tolerance
-    )
+    if evaluates:
+        np.testing.assert_allclose(
+            staged.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0), rtol=tolerance
+        )
     return plain, staged
 
 
 CASES = {
-    "mlp, 1f1b, S=4": (mlp, X, Y, adam, "mse", {"stages": 4, "devices": FOUR, "microbatches": 6}),
+    "mlp, 1f1b, S=3": (mlp, X, Y, adam, "mse", {"stages": 3, "microbatches": 4}),
     "cnn, gpipe, S=4, recompute": (
         cnn,
         IMAGES,
@@ -484,7 +488,7 @@ def test_a_pipeline_equals_the_model(case):
             "metrics": metrics,
         }
 
-    _, staged = same(build, x, y, compiled, {"epochs": 2}, **options)
+    _, staged = same(build, x, y, compiled, {"epochs": 2}, evaluates=build is mlp, **options)
     for stage in staged.plan.stages:
         homes = {staged.plan.device_of(v) for v in stage.model.variables}
         assert homes == {v.value.device for v in stage.model.variables}
@@ -539,7 +543,16 @@ def test_several_inputs_and_outputs_and_all_kinds_of_losses():
             "weighted_metrics": {"early": ["mse"]},
         }
 
-    same(several, x, y, compiled, {"sample_weight": weights}, stages=3, microbatches=2)
+    same(
+        several,
+        x,
+        y,
+        compiled,
+        {"sample_weight": weights},
+        evaluates=True,
+        stages=3,
+        microbatches=2,
+    )
 
 
 def test_a_model_is_saved_whose_second_stage_has_an_input_of_its_own(tmp_path):
@@ -586,6 +599,7 @@ def test_masks_cross_cuts():
         tokens,
         Y,
         lambda: {"optimizer": momentum(), "loss": "mse"},
+        evaluates=True,
         cut_at=["first"],
         microbatches=2,
         recompute=True,
@@ -609,7 +623,16 @@ def test_groups_of_stages_with_shards():
 
     devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:2", "cpu:1", "cpu:0", "cpu:1", "cpu:1"]
     _, staged = same(
-        sharded, X, Y, compiled, stages=2, microbatches=2, data=2, tensor=2, devices=devices
+        sharded,
+        X,
+        Y,
+        compiled,
+        evaluates=True,
+        stages=2,
+        microbatches=2,
+        data=2,
+        tensor=2,
+        devices=devices,
     )
     layer = next(layer for layer in staged.inner.layers if isinstance(layer, ShardedMLP))
     assert [v.value.device[-5:] for v in layer.columns] == ["CPU:0", "CPU:1"]
@@ -766,6 +789,7 @@ def test_mixed_precision(kind):
         Y,
         compiled,
         tolerance=1e-2,
+        evaluates=kind == "float16",
         stages=2,
         microbatches=2,
     )
@@ -907,7 +931,7 @@ def test_some_workers_have_no_gpu():
 PEAKS = """
 from benchmarks.common.pipeline_parallel_worker import peak_bytes
 for schedule in "gpipe", "1f1b":
-    print(max(peak_bytes(schedule, stages=4, microbatches=8, recompute=False, steps=1, layers=4, beyond=True)))
+    print(max(peak_bytes(schedule, stages=2, microbatches=8, recompute=False, steps=1, layers=2, beyond=True)))
 """  # noqa: E501
 
 
