@@ -1,5 +1,7 @@
 """Test that products with a sharded kernel equal those with a whole one, and send fewer bytes."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -45,11 +47,23 @@ class Block(keras.layers.Layer):
         return x + inside + branch + keras.ops.mean(self.wide.kernel)
 
 
-def layers_of_attention():
+def block():
+    return [Block()]
+
+
+def attention():
     return [
         keras.layers.EinsumDense("abc,cde->abde", (4, 4, 8), bias_axes="de"),
         keras.layers.EinsumDense("abde,def->abf", (4, 16)),
     ]
+
+
+def dense():
+    return [keras.layers.Dense(16)]
+
+
+def fitted(model, x, y):
+    return model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
 
 
 def trained(
@@ -58,11 +72,11 @@ def trained(
     policy="float32",
     many=False,
     optimizer="adam",
-    fit=None,
-    only_fit=False,
+    fit=fitted,
+    predicts=False,
     **options,
 ):
-    """Return losses, predictions and weights, and the `FSDP` object if the model is sharded.
+    """Return numbers of a trained model, and the `FSDP` object if the model is sharded.
 
     Args:
         strategy: Strategy of the replicas.
@@ -71,7 +85,7 @@ def trained(
         many: Whether kernels are gathered, as for many rows; None: the model is not sharded.
         optimizer: Name of the optimizer.
         fit: Function that trains the model with arrays, and returns losses.
-        only_fit: Whether to return what `fit` returns instead of all numbers.
+        predicts: Whether the numbers include predictions, beside losses and weights.
         **options: Arguments of `fsdp`.
     """
     random = np.random.default_rng(0)
@@ -92,14 +106,16 @@ def trained(
             model.compile(optimizer, "mse")
     finally:
         keras.mixed_precision.set_dtype_policy(before)
-    if fit is None:
-        losses = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
-    else:
-        losses = fit(model, x, y)
-    if only_fit:
-        return losses, shards
-    numbers = [losses, model.predict(x, batch_size=8, verbose=0), *model.get_weights()]
+    numbers = [fit(model, x, y), *model.get_weights()]
+    if predicts:
+        numbers.append(model.predict(x[:9], batch_size=8, verbose=0))
     return numbers, shards
+
+
+@functools.cache
+def whole(strategy, layers, policy, predicts):
+    """Return numbers of a trained model that is not sharded."""
+    return trained(strategy, layers, policy, many=None, predicts=predicts)[0]
 
 
 def sent_by_products(shards):
@@ -112,23 +128,32 @@ def assert_close(numbers, expected, tolerance=5e-6):
 
 
 @pytest.mark.parametrize(
-    "layers", [layers_of_attention, lambda: [Block()]], ids=["einsum", "block"]
+    ("layers", "kept", "whole_bytes"),
+    [
+        (attention, False, set()),
+        # Half of the kernels of `branch` and of `wide`, which is read, too.
+        (block, True, {4 * 16 * 16 // 2, 4 * 16 * 64 // 2}),
+    ],
 )
-@pytest.mark.parametrize("kept", [False, True])
-def test_training_equals_that_of_whole_kernels(mirrored, layers, kept):
-    expected, _ = trained(mirrored, layers, many=None)
-    numbers, shards = trained(mirrored, layers, reshard_after_forward=not kept)
-    _, gathered = trained(mirrored, layers, many=True)
+def test_training_equals_that_of_whole_kernels_and_few_are_gathered(
+    mirrored, layers, kept, whole_bytes
+):
+    predicts = layers is attention
+    expected = whole(mirrored, layers, "float32", predicts)
+    numbers, shards = trained(mirrored, layers, reshard_after_forward=not kept, predicts=predicts)
     assert_close(numbers, expected)
     assert sent_by_products(shards)
-    assert not sent_by_products(gathered)
+    # Those whose layer is called in a branch, and those that are read.
+    sent = shards._gathering.forward_group.bytes
+    gathered = {c for name, c in sent.items() if "product" in name and name.endswith(" 0")}
+    assert gathered == whole_bytes
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("float32", False), ("float32", True), ("mixed_bfloat16", False)]
+)
 def test_gathered_kernels_are_multiplied_by_few_rows(mirrored, monkeypatch, policy, kept):
-    tolerance = 5e-6 if policy == "float32" else 0.05
-    expected, _ = trained(mirrored, lambda: [Block()], policy, many=True)
+    expected = whole(mirrored, block, policy, False)
     monkeypatch.setattr(few_rows, "MAX_ROWS", 10 * MANY)
     shapes = set()
     product = few_rows.WholeKernel.product
@@ -138,20 +163,11 @@ def test_gathered_kernels_are_multiplied_by_few_rows(mirrored, monkeypatch, poli
         return product(self, x, axes)
 
     monkeypatch.setattr(few_rows.WholeKernel, "product", noted)
-    numbers, _ = trained(
-        mirrored, lambda: [Block()], policy, many=True, reshard_after_forward=not kept
-    )
+    numbers, shards = trained(mirrored, block, policy, many=True, reshard_after_forward=not kept)
     # Also the frozen kernel, and that of the layer in a branch.
     assert shapes == {(16, 64), (64, 16), (16, 16), (64, 64), (64, 3)}
-    assert_close(numbers, expected, tolerance)
-
-
-def test_a_kernel_is_gathered_where_its_layer_is_called_in_a_branch(mirrored):
-    _, shards = trained(mirrored, lambda: [Block()])
-    sent = shards._gathering.forward_group.bytes
-    whole = {count for name, count in sent.items() if "product" in name and name.endswith(" 0")}
-    # Half of the kernels of `branch` and of `wide`, which is read, too.
-    assert whole == {4 * 16 * 16 // 2, 4 * 16 * 64 // 2}
+    assert_close(numbers, expected, 5e-6 if policy == "float32" else 0.05)
+    assert not sent_by_products(shards)
 
 
 class Masked(keras.layers.Layer):
@@ -171,34 +187,31 @@ class Masked(keras.layers.Layer):
         return x + tf.tensor_scatter_nd_add(tf.zeros_like(x), tf.where(chosen), kept)
 
 
-def test_rows_that_are_chosen_by_their_values(mirrored):
+def test_rows_that_are_chosen_by_their_values(one_device, mirrored):
     """Even batches give the replicas different numbers of rows then, and sometimes no rows."""
 
     def fit(model, x, y):
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2, drop_remainder=True)
         return model.fit(data, epochs=2, verbose=0).history["loss"]
 
-    expected, _ = trained(mirrored, lambda: [Masked()], many=None, fit=fit)
+    expected, _ = trained(one_device, lambda: [Masked()], many=None, fit=fit)
     numbers, shards = trained(mirrored, lambda: [Masked()], fit=fit)
     assert sum("product" in name and "rows" in name for name in sent_by_products(shards)) == 3
     assert_close(numbers, expected)
 
 
-def test_four_replicas():
+def test_four_replicas(mirrored):
     four = tfdist.make_strategy("mirrored", devices=4)
-    expected, _ = trained(four, layers_of_attention, many=None)
-    numbers, shards = trained(four, layers_of_attention)
+    numbers, shards = trained(four, attention)
     assert sent_by_products(shards)
-    assert_close(numbers, expected)
+    assert_close(numbers, whole(mirrored, attention, "float32", True)[:-1])
 
 
 @pytest.mark.parametrize(
     ("policy", "options", "tolerance"),
     [
-        ("float32", {}, 1e-5),
         # The kernels are rounded alike, and the gradients not at all.
         ("float32", {"gather_dtype": "bfloat16"}, 1e-5),
-        ("float32", {"gather_dtype": "float16"}, 1e-5),
         ("mixed_bfloat16", {}, 0.03),
         ("mixed_float16", {}, 0.005),
     ],
@@ -211,20 +224,22 @@ def test_gradients_are_those_of_gathered_kernels(mirrored, policy, options, tole
         model.fit(x[:7], y[:7], batch_size=8, verbose=0)
         return [a - b for a, b in zip(model.get_weights(), before, strict=True)]
 
-    gathered, _ = trained(
-        mirrored, layers_of_attention, policy, True, "sgd", fit, only_fit=True, **options
-    )
-    found, shards = trained(
-        mirrored, layers_of_attention, policy, False, "sgd", fit, only_fit=True, **options
-    )
+    (gathered, *_), of_gathered = trained(mirrored, dense, policy, True, "sgd", fit, **options)
+    (found, *_), shards = trained(mirrored, dense, policy, False, "sgd", fit, **options)
     assert sent_by_products(shards)
+    assert not sent_by_products(of_gathered)
     for value, other in zip(found, gathered, strict=True):
         np.testing.assert_allclose(value, other, rtol=0, atol=tolerance * np.abs(other).max())
 
 
-def test_loops_of_the_users_own_get_the_same_gradients(mirrored):
-    def fit(model, x, y):
-        @tf.function
+def test_loops_of_the_users_own_get_the_same_gradients(one_device, mirrored):
+    def fit(strategy, model, x, y):
+        # The last batch has one row.
+        data = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        )
+
+        @tf.function(input_signature=data.element_spec)
         def step(x, y):
             def on_replica(x, y):
                 with tf.GradientTape() as tape:
@@ -236,13 +251,12 @@ def test_loops_of_the_users_own_get_the_same_gradients(mirrored):
                 )
                 return loss
 
-            return mirrored.reduce("SUM", mirrored.run(on_replica, (x, y)), axis=None)
+            return strategy.reduce("SUM", strategy.run(on_replica, (x, y)), axis=None)
 
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)  # the last one has one row
-        return [float(step(*rows)) for rows in mirrored.experimental_distribute_dataset(data)]
+        return [float(step(*rows)) for rows in data]
 
-    expected, _ = trained(mirrored, layers_of_attention, many=None, fit=fit)
-    numbers, shards = trained(mirrored, layers_of_attention, fit=fit)
+    expected, _ = trained(one_device, dense, many=None, fit=functools.partial(fit, one_device))
+    numbers, shards = trained(mirrored, dense, fit=functools.partial(fit, mirrored))
     assert sent_by_products(shards)
     assert_close(numbers, expected)
 
@@ -354,21 +368,22 @@ def test_the_length_of_a_sequence_is_that_for_which_the_layer_was_built(mirrored
 
 
 def test_predict_tells_the_rows_and_validation_may_have_more(mirrored):
-    def products(method, **arguments):
+    def products(method, rows, **arguments):
         with mirrored.scope():
             model = keras.Sequential([keras.Input([64]), keras.layers.Dense(64)])
             shards = fsdp(model)
             model.compile("sgd", "mse")
-        x = np.ones([64, 64], "float32")
-        getattr(model, method)(x, **arguments, verbose=0)
+        getattr(model, method)(np.ones([rows, 64], "float32"), **arguments, verbose=0)
         return bool(sent_by_products(shards))
 
     # Of up to 21 rows on each replica, those of the kernel `[64, 64]` are fewer bytes.
-    assert products("predict", batch_size=40)
-    assert not products("predict", batch_size=44)
+    assert products("predict", 40, batch_size=40)
+    assert not products("predict", 44, batch_size=44)
     y = np.ones([64, 64], "float32")
-    assert products("fit", y=y, batch_size=8, validation_data=(y, y), validation_batch_size=40)
-    assert not products("fit", y=y, batch_size=8, validation_data=(y, y), validation_batch_size=44)
+    assert products("fit", 64, y=y, batch_size=8, validation_data=(y, y), validation_batch_size=40)
+    assert not products(
+        "fit", 64, y=y, batch_size=8, validation_data=(y, y), validation_batch_size=44
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
