@@ -299,6 +299,17 @@ def test_gradients_of_any_dtype_are_summed_and_none_stays_none(mirrored):
         assert [float(s) for s in replica_sums] == [3, 3, 3, 30]
 
 
+@pytest.fixture(scope="module")
+def models(mirrored):
+    """Return a model of Keras alone and one of two replicas."""
+    made = []
+    for strategy in (tf.distribute.get_strategy(), mirrored):
+        with strategy.scope():
+            made.append(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+            made[-1].compile("sgd", "mse", metrics=["mae"])
+    return made
+
+
 def reshuffled(rows=8):
     x = np.linspace(0, 7, rows, dtype="float32")[:, None]
     return tf.data.Dataset.from_tensor_slices((x, x)).shuffle(8)
@@ -323,13 +334,11 @@ def validated_by_itself():
     ids=["passes", "unknown length", "parts of passes", "endless", "validated"],
 )
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras learns the length so
-def test_a_data_set_that_reshuffles_has_the_same_orders_as_in_keras(mirrored, arguments):
+def test_a_data_set_that_reshuffles_has_the_same_orders_as_in_keras(models, arguments):
     histories = []
-    for strategy in (tf.distribute.get_strategy(), mirrored):
+    for model in models:
+        model.set_weights([np.full([1, 1], 0.5), np.zeros([1])])
         keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse", metrics=["mae"])
         given = arguments()
         fits = [model.fit(**given, epochs=3, verbose=0).history for _ in range(2)]
         histories.append([values for history in fits for values in history.values()])
