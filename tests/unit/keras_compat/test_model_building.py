@@ -86,8 +86,7 @@ def trained(strategy, cls):
     return model, [before, history["error"], history["val_error"]]
 
 
-@pytest.mark.parametrize("cls", [Autoencoder, WithCall])
-@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+@pytest.mark.parametrize(("name", "cls"), [("one_device", WithCall), ("mirrored", Autoencoder)])
 def test_a_step_builds_as_it_does_without_a_strategy(name, cls, mirrored, request, recwarn):
     """The last batch of 20 rows has 4; evaluation comes before training."""
     with mirrored.scope():

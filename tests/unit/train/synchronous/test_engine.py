@@ -144,23 +144,23 @@ def test_single_steps_read_the_metrics_of_their_model_as_compiled(strategy, requ
     strategy = request.getfixturevalue(strategy)
     model = compiled(strategy)
     batches = [slice(0, 12), slice(12, 24), slice(24, 31), slice(31, 36)]
+    outputs = np.asarray(model(x))  # stay, as the learning rate is 0
+    of_rows = {
+        "loss": keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True).numpy(),
+        "accuracy": (outputs.argmax(1) == y).astype(float),
+        "top": keras.metrics.sparse_top_k_categorical_accuracy(y, outputs, 2).numpy(),
+    }
 
-    def compile_anew(metrics):
+    for metrics in (["accuracy"], [], ["top"]):
         with strategy.scope():
-            model.compile(keras.optimizers.SGD(0.0), CROSSENTROPY, metrics=metrics)
-
-    def compile_with(metrics):
-        compile_anew(metrics)
-        expected = [model.evaluate(x[b], y[b], verbose=0, return_dict=True) for b in batches]
-        compile_anew(metrics)
-        return expected
-
-    for metrics in (["accuracy"], [], ["sparse_top_k_categorical_accuracy"]):
-        expected = compile_with(metrics)
+            top = keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")
+            made = [top if name == "top" else name for name in metrics]
+            model.compile(keras.optimizers.SGD(0.0), CROSSENTROPY, metrics=made)
         for _ in range(3):
-            for b, values in zip(batches, expected, strict=True):
+            for b in batches:
                 found = model.train_on_batch(x[b], y[b], return_dict=True)
-                assert found == pytest.approx(values, rel=1e-6)
+                expected = {name: of_rows[name][b].mean() for name in ("loss", *metrics)}
+                assert found == pytest.approx(expected, rel=1e-6)
         seen, again = Steps(), Steps()
         for callbacks in ([seen], [], [again]):
             logs = model.fit(dataset(x, y), verbose=0, callbacks=callbacks).history
@@ -186,8 +186,14 @@ def test_single_steps_begin_with_metrics_that_are_reset(strategy, request):
             alone = keras.losses.binary_crossentropy(y[several, None], model(x[several]))
             assert found["loss"] == pytest.approx(float(np.mean(alone)), rel=1e-5)
             assert model.metrics[1].variables
-        expected = model.evaluate(x[several], y[several], verbose=0, return_dict=True)
-        assert found == pytest.approx(expected, rel=1e-5)
+        fresh = [
+            keras.metrics.BinaryAccuracy(name=each) if isinstance(each, str) else each(name="own")
+            for each in metrics
+        ]
+        assert set(found) == {"loss", *(metric.name for metric in fresh)}
+        for metric in fresh:
+            metric.update_state(y[several, None], model(x[several]))
+            assert found[metric.name] == pytest.approx(float(metric.result()), rel=1e-5)
 
 
 class CountedResets(keras.metrics.SparseCategoricalAccuracy):
@@ -260,7 +266,7 @@ def test_results_stay_right_when_a_model_is_compiled_anew(mirrored):
     x, y = data(30)
     model = compiled(mirrored)
     expected = None
-    for _ in range(6):
+    for _ in range(4):
         with mirrored.scope():
             model.compile(
                 "sgd",
@@ -574,7 +580,7 @@ def test_data_that_threads_of_keras_make_go_on_in_the_next_epoch(batches, one_de
     assert losses(one_device) == losses(mirrored) == expected
 
 
-OUTPUT_TYPES = ("bfloat16", "float64", "uint8", "int16", "uint32", "int64", "complex64")
+OUTPUT_TYPES = ("bfloat16", "int64", "complex64")  # test_custom_steps.py gathers all others, too
 
 
 def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
