@@ -205,10 +205,11 @@ def fitted(strategy, make, loss="mse", metric=None, rows=ROWS, evaluates=False):
     with strategy.scope():
         model = make()
         model.compile(keras.optimizers.SGD(0.1), loss, metrics=metric and [metric()])
-    inputs = [x, y] if len(model.inputs) > 1 else x
-    history = model.fit(inputs, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    inputs = (x, y) if len(model.inputs) > 1 else x
+    batches = tf.data.Dataset.from_tensor_slices((inputs, y)).batch(16)
+    history = model.fit(batches, epochs=2, verbose=0).history
     if evaluates:
-        results = model.evaluate(inputs, y, batch_size=16, verbose=0, return_dict=True)
+        results = model.evaluate(batches, verbose=0, return_dict=True)
         history |= {f"test {name}": value for name, value in results.items()}
     return history, model.get_weights()
 
