@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.first_states import repeatable
 from tfdist import config, data
-from tfdist.backup import state
 from tfdist.config.sections import IMAGE_OPTIONS
 from tfdist.data.sources.catalog import Catalog
 from tfdist.run import build, input_pipeline
@@ -55,11 +55,8 @@ def model_of():
         if id(strategy) not in models:
             model = build.make_model(run, strategy, batches)
             with strategy.scope():
-                model.optimizer.build(model.trainable_variables)
-            models[id(strategy)] = model, state.of_model(model)
-        model, first = models[id(strategy)]
-        state.into_model(first, model, "first")
-        return model
+                models[id(strategy)] = repeatable(model)
+        return models[id(strategy)]()
 
     return make
 

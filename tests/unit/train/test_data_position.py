@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.first_states import repeatable, rewound
 from tests.interrupts import Interrupts, Stop
 from tfdist import data
-from tfdist.backup import state
 from tfdist.train.data_position import DataPosition
 
 STEPS = 6  # of a pass
@@ -24,13 +24,7 @@ def made_pipeline():
 
 
 def batches():
-    """Return a data pipeline as a process begins with it; to make one takes longer than to train.
-
-    The number of the next epoch is all that a pass leaves in it.
-    """
-    result = made_pipeline()
-    result.epochs.next = 0
-    return result
+    return rewound(made_pipeline())
 
 
 def read_before():
@@ -78,18 +72,6 @@ CASES = {
     "a pipeline in a cache": (lambda: batches().cache(), {"epochs": 3}, 4, 14),
     "the last step of an epoch": (lambda: batches().prefetch(1), {"epochs": 3}, STEPS, 8),
 }
-
-
-def repeatable(model):
-    """Return a function that returns a model in its first state, so that it is traced once."""
-    model.optimizer.build(model.trainable_variables)
-    first = state.of_model(model)
-
-    def fresh():
-        state.into_model(first, model, "first")
-        return model
-
-    return fresh
 
 
 @pytest.fixture(scope="module", params=["strategy", "none"])

@@ -15,8 +15,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.first_states import repeatable
 from tfdist import ClusterSpec, make_strategy
-from tfdist.backup import state
 from tfdist.backup.snapshot import Snapshot
 from tfdist.cluster.addresses import Presence
 from tfdist.cluster.preflight import PeersAbsent
@@ -59,19 +59,13 @@ def chief_until(strategy, event):
 
 @functools.cache
 def chiefs_model():
-    """Return the model of a training elsewhere, whose steps are traced once, and its first state.
-
-    It is as `build` makes it.
-    """
-    model = build()
-    model.optimizer.build(model.trainable_variables)
-    return model, state.of_model(model)
+    """Return a function that returns the model of a training elsewhere, as `build` makes it."""
+    return repeatable(build())
 
 
 def train(callbacks, epochs):
     """Return the validation metrics of a training elsewhere."""
-    model, first = chiefs_model()
-    state.into_model(first, model, "first")
+    model = chiefs_model()()
     keras.utils.set_random_seed(0)
     return model.fit(
         X, Y, epochs=epochs, batch_size=8, validation_data=(X, Y), verbose=0, callbacks=callbacks

@@ -132,6 +132,7 @@ def assert_close(numbers, expected, tolerance=5e-6):
     [
         (attention, False, set()),
         # Half of the kernels of `branch` and of `wide`, which is read, too.
+        (block, False, {4 * 16 * 16 // 2, 4 * 16 * 64 // 2}),
         (block, True, {4 * 16 * 16 // 2, 4 * 16 * 64 // 2}),
     ],
 )

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.first_states import repeatable, rewound
 from tfdist import data
-from tfdist.backup import state
 from tfdist.backup.store import Store
 from tfdist.runtime.launch_protocol import PREEMPTED_CODE
 
@@ -71,13 +71,7 @@ def made_pipeline():
 
 
 def pipeline():
-    """Return a data pipeline as a process begins with it; to make one takes longer than to train.
-
-    The number of the next epoch is all that a pass leaves in it.
-    """
-    result = made_pipeline()
-    result.epochs.next = 0
-    return result
+    return rewound(made_pipeline())
 
 
 DATA = {
@@ -122,11 +116,9 @@ def model_of(strategy, seed, steps_per_execution=1, vectors=True):
                 steps_per_execution=steps_per_execution,
                 jit_compile=False,
             )
-            model.optimizer.build(model.trainable_variables)
-        MODELS[key] = strategy, model, state.of_model(model)
-    _, model, begin = MODELS[key]
-    state.into_model(begin, model, "begin")
-    return model
+            MODELS[key] = strategy, repeatable(model)
+    _, fresh = MODELS[key]
+    return fresh()
 
 
 class Counter(keras.callbacks.Callback):

@@ -13,9 +13,9 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfdist
+from tests.first_states import repeatable
 from tests.unit.train.callbacks.test_backup_and_restore import train
 from tfdist import config
-from tfdist.backup import state
 from tfdist.run import train_command
 from tfdist.telemetry.layout import read_json_lines
 from tfdist.telemetry.writers import JsonlWriter, TensorBoardWriter
@@ -52,11 +52,9 @@ def model_of(strategy, outputs, compiled):
             model.compile(
                 **{"optimizer": "adam", "loss": "sparse_categorical_crossentropy", **compiled}
             )
-            model.optimizer.build(model.trainable_variables)
-        MODELS[key] = strategy, model, state.of_model(model)
-    _, model, first = MODELS[key]
-    state.into_model(first, model, "first")
-    return model
+            MODELS[key] = strategy, repeatable(model)
+    _, fresh = MODELS[key]
+    return fresh()
 
 
 def fit(strategy, *callbacks, epochs=2, outputs=3, validated=False, **compiled):
