@@ -15,7 +15,13 @@ import tensorflow as tf
 
 from tfdist.data.batch_rows import count_rows, cut, fill, plain
 from tfdist.data.errors import Errors, guarded
-from tfdist.data.order import Order, StreamOrder, example_seeds, rows_of_replicas
+from tfdist.data.order import (
+    Order,
+    StreamOrder,
+    example_seeds,
+    random_bits,
+    rows_of_replicas,
+)
 from tfdist.data.reading import (
     Example,
     Window,
@@ -168,6 +174,15 @@ class Batches:
             _check_label(self.source, self._read(example, seed), example.number), seed
         )
 
+    # Traced once, for all windows and for both ways of loading.
+    @functools.cached_property
+    def _traced_read(self) -> Callable[..., Any]:
+        return tf.function(self._read, autograph=False)
+
+    @functools.cached_property
+    def _traced_transform(self) -> Callable[..., Any]:
+        return tf.function(self._apply_transform, autograph=False)
+
     # --- Three ways of reading ------------------------------------------------------------------
     def _of_memory(self, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
         order = self.order
@@ -217,7 +232,10 @@ class Batches:
 
         @plain
         def quick(example, seed):
-            return Example((), *example[1:]), self.load(example, seed), True
+            data = _check_label(self.source, self._traced_read(example, seed), example.number)
+            if self.transform is not None:
+                data = self._traced_transform(data, seed)
+            return Example((), *example[1:]), data, True
 
         @plain
         def careful(example, seed):
@@ -226,14 +244,15 @@ class Batches:
                 return Example((), *example[1:]), *guard(
                     "read, decoded or transformed", self.load, example, seed
                 )
-            data, _ = guard("read or decoded", self._read, example, seed)
-            example = Example(_check_label(self.source, data, example.number), *example[1:])
-            data, good = guard(
-                "transformed",
-                lambda example, seed: self._apply_transform(example.data, seed),
-                example,
-                seed,
-            )
+            data, good = guard("read or decoded", self._traced_read, example, seed)
+            data = _check_label(self.source, data, example.number)
+            if self.transform is not None:
+                data, good = guard(
+                    "transformed",
+                    lambda example, seed: self._traced_transform(example.data, seed),
+                    Example(data, *example[1:]),
+                    seed,
+                )
             return Example((), *example[1:]), data, good
 
         def batch(load):
@@ -286,8 +305,7 @@ class Batches:
 
     # --- Shared helpers -------------------------------------------------------------------------
     def _key(self, epoch: tf.Tensor) -> tf.Tensor:
-        both = tf.stack([tf.constant(self.seed, tf.int64), epoch])
-        return tf.random.stateless_uniform([], both, None, None, tf.int64, alg="philox")
+        return random_bits([], tf.stack([tf.constant(self.seed, tf.int64), epoch]), tf.int64)
 
     def _steps(self, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
         assert self.order is not None
@@ -324,26 +342,26 @@ class Batches:
         order = self.order
         assert order is not None
         data = self._apply_batch_transform(data, epoch, numbers)
-        rows = tf.cast(order.rows(step, tf.minimum), tf.int64)
-        begin = window_begin(order, window, step)
         width = window.width(self.global_batch)
         uneven = order.steps > order.full
-        is_real = (
-            begin + tf.range(width, dtype=tf.int64) < rows if uneven else tf.ones([width], tf.bool)
-        )
-        if good is not None and self.errors.allowed:
-            is_real &= good
-        weighted = self.tail == "pad" or bool(self.errors.allowed)
-        if weighted:
+        rows = tf.constant(self.global_batch, tf.int64)
+        if uneven:
+            rows = order.rows(step, tf.minimum)
+        if self.tail == "pad" or self.errors.allowed:
+            is_real = tf.ones([width], tf.bool)
+            if uneven:
+                begin = window_begin(order, window, step)
+                is_real = begin + tf.range(width, dtype=tf.int64) < rows
+            if good is not None and self.errors.allowed:
+                is_real &= good
             data = self._add_weights(data, is_real, rows if self.tail == "pad" else None)
             numbers = tf.where(is_real, numbers, -1)
         if uneven and self.tail == "partial":
-            end = (
-                rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[1]
-                - begin
+            begin, end = rows_of_replicas(
+                rows, window.first, window.count, window.replicas, tf.minimum
             )
-            data = cut(data, tf.constant(0, tf.int64), end)
-            numbers = numbers[:end]
+            data = cut(data, tf.constant(0, tf.int64), end - begin)
+            numbers = numbers[: end - begin]
         # Covers everything that determines the batch's example numbers.
         fingerprint = tf.cast(epoch * 7919 + step, tf.float64) + zlib.crc32(repr(order).encode())
         total = tf.constant(self.global_batch, tf.int64) if self.tail == "pad" else rows

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 __all__ = ["Order"]
@@ -20,6 +21,8 @@ TAILS = ("partial", "pad", "drop")
 # With fewer rounds, the results for neighbouring numbers are measurably correlated: TensorFlow's
 # default is 4, and 8 are too few for 10^6 examples.
 _ROUNDS = 12
+
+_PHILOX = tf.random.Algorithm.PHILOX.value
 
 
 def rows_of_replicas(rows, first: int, count: int, replicas: int, minimum=min):
@@ -46,7 +49,7 @@ def rows_of_replicas(rows, first: int, count: int, replicas: int, minimum=min):
     return minimum(rows, first * per), minimum(rows, (first + count) * per)
 
 
-def permute(numbers: Any, count: Any, key: Any) -> tf.Tensor:
+def permute(numbers: Any, count: Any, key: Any, limit: int | None = None) -> tf.Tensor:
     """Map numbers through a pseudo-random permutation of [0, count).
 
     The permutation is never materialized. It is a block cipher over a power of 4, at least 2^16,
@@ -59,6 +62,7 @@ def permute(numbers: Any, count: Any, key: Any) -> tf.Tensor:
         numbers: Numbers to permute, int64 `[k]`, each in [0, count).
         count: Size of the permutation; one for all, or int64 `[k]`.
         key: Key that selects the permutation: int32 `[3]` for all, or `[k, 3]`.
+        limit: Upper bound of `count`; default: none. One of at most 2^16 makes the graph smaller.
 
     Returns:
         int64 `[k]`.
@@ -69,44 +73,92 @@ def permute(numbers: Any, count: Any, key: Any) -> tf.Tensor:
     """
     numbers = tf.convert_to_tensor(numbers, tf.int64)
     key = tf.cast(key, tf.int32)
-    keys = tf.broadcast_to(key, [tf.size(numbers), 3]) if key.shape.rank == 1 else key
-    largest = tf.broadcast_to(tf.cast(count, tf.int64) - 1, tf.shape(numbers))
-    # The op has two faults, which a larger range avoids; results beyond `count` are permuted again.
-    # First, the op returns a number twice if max_index is 2^16 or another power of 4. Second, for
-    # 2^26 to 2^28 the results of neighbours differ by only 2^14 different amounts, because the
-    # cipher's rotations by 1 and 8 are half of 14 bits apart.
-    odd = largest | 1
-    ranges = tf.where(largest < 2**26, odd, tf.maximum(odd, 2**28 + 1))
-    ranges = tf.where(largest < 2**16, largest, ranges)
+    largest = count - 1 if isinstance(count, int) else tf.cast(count, tf.int64) - 1
+    larger = _larger_range(largest, limit)
+    ranges = largest if larger is None else tf.cast(larger, tf.int64)
+    if not numbers.shape.num_elements():
+        # The op takes no numbers at all only if it gets no keys and no ranges either.
+        key = tf.broadcast_to(key, [tf.size(numbers), 3])
+        ranges = tf.broadcast_to(tf.cast(ranges, tf.int64), tf.shape(numbers))
+    values = _cipher(numbers, key, ranges)
+    if larger is None:
+        return values
 
     def walk(values: tf.Tensor) -> list[tf.Tensor]:
         too_large = values > largest
         # The op computes nothing where max_index is 0.
-        permuted = _cipher(tf.where(too_large, values, 0), keys, tf.where(too_large, ranges, 0))
+        permuted = _cipher(tf.where(too_large, values, 0), key, tf.where(too_large, ranges, 0))
         return [tf.where(too_large, permuted, values)]
 
-    values = _cipher(numbers, keys, ranges)
     return tf.while_loop(lambda values: tf.reduce_any(values > largest), walk, [values])[0]
 
 
-def _cipher(numbers: tf.Tensor, keys: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
+def _larger_range(largest: Any, limit: int | None) -> Any:
+    """Return the largest number of the cipher's range if that must be larger than `largest`.
+
+    The op has two faults, which a larger range avoids; results beyond `largest` are permuted again.
+    First, the op returns a number twice if max_index is 2^16 or another power of 4. Second, for
+    2^26 to 2^28 the results of neighbours differ by only 2^14 different amounts, because the
+    cipher's rotations by 1 and 8 are half of 14 bits apart.
+
+    Args:
+        largest: Largest number of the permutation; a number, or int64 `[k]`.
+        limit: Upper bound of the permutation's size; None: unknown.
+
+    Returns:
+        None if no larger range is needed.
+    """
+    if limit is not None and limit <= 2**16:
+        return None
+    odd = largest | 1
+    if isinstance(largest, int):
+        ranges = odd if largest < 2**26 else max(odd, 2**28 + 1)
+        return None if largest < 2**16 or ranges == largest else ranges
+    ranges = tf.where(largest < 2**26, odd, tf.maximum(odd, 2**28 + 1))
+    return tf.where(largest < 2**16, largest, ranges)
+
+
+def _cipher(numbers: tf.Tensor, key: tf.Tensor, largest: Any) -> tf.Tensor:
     return tf.raw_ops.RandomIndexShuffle(
-        index=numbers, seed=keys, max_index=largest, rounds=_ROUNDS
+        index=numbers, seed=key, max_index=largest, rounds=_ROUNDS
     )
 
 
-def key_of(seed: Any, epoch: Any) -> tf.Tensor:
+def key_of(seed: Any, epoch: Any, words: int = 3) -> tf.Tensor:
     """Return the key of an epoch's permutation.
 
     Args:
         seed: Seed of the order, int64 scalar.
         epoch: Epoch, int64 scalar.
+        words: Number of words of the key that are returned; default: all.
 
     Returns:
-        int32 `[3]`.
+        int32 `[words]`.
     """
-    both = tf.stack([tf.cast(seed, tf.int64), tf.cast(epoch, tf.int64)])
-    return tf.random.stateless_uniform([3], both, None, None, tf.int32, alg="philox")
+    return random_bits([words], tf.stack([seed, tf.cast(epoch, tf.int64)]), tf.int32)
+
+
+def random_bits(shape: Sequence[int], seed: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Return integers of their whole range, those of `tf.random.stateless_uniform`.
+
+    That function, with Philox, adds 42 more operations to a graph. Each costs time when the graph
+    is traced, and again when a pass begins.
+
+    Args:
+        shape: Shape of the result.
+        seed: Seed, an integer `[2]`.
+        dtype: Type of the result, an integer type.
+
+    Example:
+        >>> bits = random_bits([4], tf.constant([1, 2]), tf.int64)
+        >>> same = tf.random.stateless_uniform([4], [1, 2], None, None, tf.int64, alg="philox")
+        >>> bool(tf.reduce_all(bits == same))
+        True
+    """
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype
+    )
 
 
 def example_seeds(seed: Any, epoch: Any, numbers: Any) -> tf.Tensor:
@@ -127,7 +179,7 @@ def example_seeds(seed: Any, epoch: Any, numbers: Any) -> tf.Tensor:
         TensorShape([2, 2])
     """
     words = tf.bitcast(tf.convert_to_tensor(numbers, tf.int64), tf.int32)
-    return words ^ key_of(seed, epoch)[:2]
+    return words ^ key_of(seed, epoch, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +258,22 @@ class Order:
         return permute(positions, self.examples, key_of(self.seed, epoch))
 
 
+class FileSequence(NamedTuple):
+    """The files of an epoch in the order in which they are read.
+
+    Attributes:
+        files: Numbers of the files, int64 `[files]`.
+        starts: Position where each file begins, int64 `[files]`.
+        ends: Position where each file ends, int64 `[files]`.
+        numbers: Number of the first example of each file, int64 `[files]`.
+    """
+
+    files: tf.Tensor
+    starts: tf.Tensor
+    ends: tf.Tensor
+    numbers: tf.Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamOrder(Order):
     """Order of examples that are read file after file, `streams` parts of an epoch at once.
@@ -266,15 +334,17 @@ class StreamOrder(Order):
         if not self.shuffle:
             return files
         # All files are needed at once, so a plain shuffle is cheaper than `permute`.
-        key = key_of(self.seed, epoch)[:2]
-        return tf.random.experimental.stateless_shuffle(files, key, alg="philox")
+        key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=key_of(self.seed, epoch, 2))
+        return tf.raw_ops.StatelessShuffle(value=files, key=key, counter=counter, alg=_PHILOX)
 
-    def ends(self, epoch: Any) -> tf.Tensor:
-        """Return the end of each file in an epoch's sequence of examples, int64 `[files]`.
-
-        The files are in the order of `files`.
-        """
-        return tf.cumsum(tf.gather(tf.constant(self.lengths, tf.int64), self.files(epoch)))
+    def sequence(self, epoch: Any) -> FileSequence:
+        """Return the files of an epoch in the order in which they are read."""
+        files = self.files(epoch)
+        lengths = np.array(self.lengths, np.int64)
+        lengths_in_order = tf.gather(lengths, files)
+        ends = tf.cumsum(lengths_in_order)
+        first_numbers = tf.gather(np.cumsum(lengths) - lengths, files)
+        return FileSequence(files, ends - lengths_in_order, ends, first_numbers)
 
     def numbers(self, epoch: Any, positions: Any) -> tf.Tensor:
         """See `Order.numbers`."""
@@ -301,28 +371,43 @@ class StreamOrder(Order):
         return stream * self.part + self.shuffle_within(epoch, stream, within, length)
 
     def shuffle_within(
-        self, epoch: Any, stream: tf.Tensor, within: tf.Tensor, length: Any
+        self, epoch: Any, stream: Any, within: tf.Tensor, length: Any
     ) -> tf.Tensor:
         """Return places in a part of `length` examples, with each block permuted by itself.
 
         Args:
             epoch: Epoch: 0, 1, ...
-            stream: Number of the part, int64 `[k]`; `streams` for the tail.
+            stream: Number of the part, `streams` for the tail; one for all, or int64 `[k]`.
             within: Places in the part's own order, int64 `[k]`.
             length: Number of examples of the part; one for all, or int64 `[k]`.
 
         Returns:
             int64 `[k]`.
         """
-        if not self.shuffle:
-            return within
         block = within // self.block
         first = block * self.block
+        size = tf.minimum(tf.cast(length, tf.int64) - first, self.block)
+        return first + self.shuffle_block(epoch, stream, block, within - first, size)
+
+    def shuffle_block(self, epoch: Any, stream: Any, block: Any, places: Any, size: Any) -> Any:
+        """Return places in a block of a part, permuted.
+
+        Args:
+            epoch: Epoch: 0, 1, ...
+            stream: Number of the part, an int64 scalar or `[k]`; `streams` for the tail.
+            block: Number of the block in its part, of the same shape.
+            places: Places in the block's own order, int64 `[k]`.
+            size: Number of examples in the block; one for all, or int64 `[k]`.
+
+        Returns:
+            int64 `[k]`.
+        """
+        if not self.shuffle:
+            return places
         # Each block has its own key. If a block is small, only few bits of a key's words matter.
         name = permute(stream * 2**32 + block, 2**60, key_of(self.seed, epoch))
         keys = tf.cast(tf.stack([name, name // 2**16, name // 2**32], -1) % 2**16, tf.int32)
-        size = tf.minimum(tf.cast(length, tf.int64) - first, self.block)
-        return first + permute(within - first, size, keys)
+        return permute(places, size, keys, limit=self.block)
 
     def numbers_of(self, epoch: Any, sequence_positions: tf.Tensor) -> tf.Tensor:
         """Return the numbers of the examples at some places of the epoch's file sequence.
@@ -334,10 +419,7 @@ class StreamOrder(Order):
         Returns:
             int64 `[k]`.
         """
-        files = self.files(epoch)
-        ends = self.ends(epoch)
-        which = tf.searchsorted(ends, sequence_positions, side="right", out_type=tf.int64)
-        file = tf.gather(files, which)
-        lengths = tf.constant(self.lengths, tf.int64)
-        base = tf.gather(tf.cumsum(lengths, exclusive=True), file)
-        return base + sequence_positions - (tf.gather(ends, which) - tf.gather(lengths, file))
+        sequence = self.sequence(epoch)
+        which = tf.searchsorted(sequence.ends, sequence_positions, side="right", out_type=tf.int64)
+        offsets = sequence.numbers - sequence.starts
+        return sequence_positions + tf.gather(offsets, which)

@@ -192,9 +192,11 @@ def pipeline(
     )
 
     def rows_of(window: Window, epoch: int | None, first_step: int) -> tf.data.Dataset:
-        if window == Window() and epoch is None and not first_step:
-            return of_all  # reused, so that it is traced only once
-        return batches.replica_rows(window, _position(epochs, epoch, first_step))
+        if epoch is not None or first_step:
+            return batches.replica_rows(window, _position(epochs, epoch, first_step))
+        if window not in of_windows:  # kept, so that each is traced only once
+            of_windows[window] = batches.replica_rows(window, _position(epochs, None, 0))
+        return of_windows[window]
 
     def replica_rows(
         first: int, count: int, replicas: int, epoch: int | None = None, first_step: int = 0
@@ -215,7 +217,7 @@ def pipeline(
         )
 
     epochs = Epochs()
-    of_all = batches.replica_rows(Window(), _position(epochs, None, 0))
+    of_windows: dict[Window, tf.data.Dataset] = {}
     result = whole_batches(None)
     result.epochs = epochs
     result.of_epoch = whole_batches

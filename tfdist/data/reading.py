@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.data.batch_rows import plain
-from tfdist.data.order import Order, StreamOrder, rows_of_replicas
+from tfdist.data.order import FileSequence, Order, StreamOrder, rows_of_replicas
 from tfdist.data.sources.source import Source
 
 
@@ -77,14 +77,20 @@ def positions(order: Order, window: Window, step: Any) -> tf.Tensor:
     Returns:
         int64 `[width]`. In a batch that is not full, rows beyond its end repeat its last example.
     """
-    row = window_begin(order, window, step) + tf.range(
-        window.width(order.global_batch), dtype=tf.int64
-    )
-    return step * order.global_batch + tf.minimum(row, order.rows(step, tf.minimum) - 1)
+    begin = window_begin(order, window, step)
+    width = window.width(order.global_batch)
+    # Numbers that are known need no operation.
+    if isinstance(begin, int):
+        rows = tf.range(begin, begin + width, dtype=tf.int64)
+    else:
+        rows = begin + tf.range(width, dtype=tf.int64)
+    if order.steps > order.full:
+        rows = tf.minimum(rows, order.rows(step, tf.minimum) - 1)
+    return step * order.global_batch + rows
 
 
-def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
-    """Return the row of a step's batch where the window begins, int64 scalar.
+def window_begin(order: Order, window: Window, step: Any) -> Any:
+    """Return the row of a step's batch where the window begins.
 
     Padded batches are divided among the replicas like full ones.
 
@@ -92,10 +98,13 @@ def window_begin(order: Order, window: Window, step: Any) -> tf.Tensor:
         order: The order.
         window: The rows to read.
         step: Step in the epoch, int64 scalar.
+
+    Returns:
+        A number if it is the same in all steps, else an int64 scalar.
     """
-    rows = tf.cast(
-        order.global_batch if order.tail == "pad" else order.rows(step, tf.minimum), tf.int64
-    )
+    if order.tail == "pad" or order.steps == order.full or not window.first:
+        return window.begin(order.global_batch)
+    rows = order.rows(step, tf.minimum)
     return rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[0]
 
 
@@ -144,7 +153,7 @@ def by_file(
 
     @plain
     def full(epoch, step):
-        sequence = _sequence(order, epoch)
+        sequence = order.sequence(epoch)
         parts = tf.data.Dataset.range(first, first + streams)
         rows = parts.interleave(
             lambda stream: _stream(source, order, sequence, epoch, stream, step),
@@ -162,14 +171,11 @@ def by_file(
     @plain
     def tail(epoch, step):
         last = tf.constant(order.full, tf.int64)
-        rest = _segment(
-            source,
-            _sequence(order, epoch),
-            tf.constant(order.tail_begin, tf.int64),
-            tf.constant(order.examples, tf.int64),
-        )
-        indices = order.sequence_positions(epoch, positions(order, window, last)) - order.tail_begin
-        tail_rows = rest.batch(order.examples - order.tail_begin)
+        size = order.examples - order.tail_begin
+        rest = _segment(source, order.sequence(epoch), order.tail_begin, order.examples)
+        places = positions(order, window, last) - order.tail_begin
+        indices = order.shuffle_within(epoch, order.streams, places, size)
+        tail_rows = rest.batch(size)
         rows = tail_rows.flat_map(
             lambda *columns: tf.data.Dataset.from_tensor_slices(
                 tuple(tf.gather(x, indices) for x in columns)
@@ -223,81 +229,49 @@ def by_walk(
     return position.flat_map(one_epoch)
 
 
-class _Sequence(NamedTuple):
-    """The files of an epoch in the order in which they are read.
-
-    Attributes:
-        files: Numbers of the files, int64 `[files]`.
-        starts: Position where each file begins, int64 `[files]`.
-        ends: Position where each file ends, int64 `[files]`.
-        numbers: Number of the first example of each file, int64 `[files]`.
-    """
-
-    files: tf.Tensor
-    starts: tf.Tensor
-    ends: tf.Tensor
-    numbers: tf.Tensor
-
-
-def _sequence(order: StreamOrder, epoch) -> _Sequence:
-    files = order.files(epoch)
-    ends = order.ends(epoch)
-    lengths = tf.constant(order.lengths, tf.int64)
-    return _Sequence(
-        files,
-        ends - tf.gather(lengths, files),
-        ends,
-        tf.gather(tf.cumsum(lengths, exclusive=True), files),
-    )
-
-
 def _stream(
-    source: Source, order: StreamOrder, sequence: _Sequence, epoch, stream, step
+    source: Source, order: StreamOrder, sequence: FileSequence, epoch, stream, step
 ) -> tf.data.Dataset:
     """Return the stored examples of one part from a step on, with their numbers."""
     done = step * order.per_stream
-    block = done // order.block
     start = stream * order.part
-    read = _segment(source, sequence, start + block * order.block, start + order.part)
+    if not order.shuffle:
+        return _segment(source, sequence, start + done, start + order.part)
+    block = done // order.block
+    in_earlier_blocks = block * order.block
+    read = _segment(source, sequence, start + in_earlier_blocks, start + order.part)
 
     def permuted(index, columns):
-        first = (block + index) * order.block
-        within = first + tf.range(tf.size(columns[1], tf.int64))
-        offsets = (
-            order.shuffle_within(epoch, tf.fill(tf.shape(within), stream), within, order.part)
-            - first
-        )
+        size = tf.size(columns[1], tf.int64)
+        offsets = order.shuffle_block(epoch, stream, block + index, tf.range(size), size)
         return tuple(tf.gather(x, offsets) for x in columns)
 
-    return (
-        read.batch(order.block).enumerate().map(permuted).unbatch().skip(done - block * order.block)
-    )
+    blocks = read.batch(order.block).enumerate()
+    return blocks.map(permuted).unbatch().skip(done - in_earlier_blocks)
 
 
-def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset:
+def _segment(source: Source, sequence: FileSequence, begin, end) -> tf.data.Dataset:
     """Return the stored examples of a range of the epoch's file sequence, with their numbers.
 
     Args:
         source: A source with `scan`.
         sequence: Files of the epoch.
-        begin: Position of the first example.
-        end: Position after the last example.
+        begin: Position of the first example; a number or an int64 scalar.
+        end: Position after the last example, likewise.
     """
-    first = tf.searchsorted(sequence.ends, [begin], side="right", out_type=tf.int64)[0]
-    after = tf.searchsorted(sequence.starts, [end], side="left", out_type=tf.int64)[0]
+    first = tf.reduce_sum(tf.cast(sequence.ends <= begin, tf.int64))
+    after = tf.reduce_sum(tf.cast(sequence.starts < end, tf.int64))
     scan = source.scan
     assert scan is not None
 
     @plain
     def of_file(i):
-        skipped = tf.maximum(begin - sequence.starts[i], 0)
-        count = tf.minimum(sequence.ends[i], end) - sequence.starts[i] - skipped
-        number = sequence.numbers[i] + skipped
+        file, file_begin, file_end, number = (tf.gather(x, i) for x in sequence)
+        skipped = tf.maximum(begin - file_begin, 0)
+        count = tf.minimum(file_end, end) - file_begin - skipped
+        number += skipped
         return tf.data.Dataset.zip(
-            (
-                scan(sequence.files[i], skipped, count),
-                tf.data.Dataset.range(number, number + count),
-            )
+            (scan(file, skipped, count), tf.data.Dataset.range(number, number + count))
         )
 
     indices = tf.data.Dataset.range(first, after)
@@ -307,7 +281,7 @@ def _segment(source: Source, sequence: _Sequence, begin, end) -> tf.data.Dataset
 
         @plain
         def ahead(i):
-            with tf.control_dependencies([fetch(sequence.files[i])]):
+            with tf.control_dependencies([fetch(tf.gather(sequence.files, i))]):
                 return tf.identity(i)
 
         indices = indices.map(ahead).prefetch(1)

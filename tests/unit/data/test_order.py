@@ -294,7 +294,7 @@ def test_a_stream_permutes_files_and_blocks_of_its_parts(order, epoch):
     inside = [np.arange(ends[file] - order.lengths[file], ends[file]) for file in files]
     sequence = np.concatenate(inside)  # the examples as files are read
     np.testing.assert_array_equal(
-        order.ends(epoch), np.cumsum([len(numbers) for numbers in inside])
+        order.sequence(epoch).ends, np.cumsum([len(numbers) for numbers in inside])
     )
     np.testing.assert_array_equal(
         order.numbers_of(epoch, tf.range(order.examples, dtype=tf.int64)), sequence

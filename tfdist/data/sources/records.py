@@ -311,7 +311,7 @@ class _Table:
     Attributes:
         paths: Paths of the files, string `[files]`.
         compressions: Compression of each file, string `[files]`.
-        ends: Number of records in the files up to and including each, int64 `[files]`.
+        starts: Number of each file's first record, int64 `[files]`.
         offsets: Byte at which each record begins, int64 `[records + 1]`; 0 in a compressed file.
             The last entry is for reading no records at the end.
         buffer: Number of bytes that a stream reads at a time.
@@ -322,7 +322,7 @@ class _Table:
 
     paths: tf.Tensor
     compressions: tf.Tensor
-    ends: tf.Tensor
+    starts: tf.Tensor
     offsets: tf.Tensor
     buffer: int
     order: tf.Tensor | None
@@ -341,11 +341,12 @@ class _Table:
                 f"{indexes[cached.index(not cached[0])].path}. Make two sources of them."
             )
         remote = any(files_io.is_remote(index.path) for index in indexes)
+        counts = np.array([index.records for index in indexes], np.int64)
         with tf.device("CPU"):
             return cls(
                 tf.constant([index.path for index in indexes]),
                 tf.constant([index.compression for index in indexes]),
-                tf.constant(np.cumsum([index.records for index in indexes]), tf.int64),
+                tf.constant(np.cumsum(counts) - counts),
                 tf.constant(np.concatenate(offsets), tf.int64),
                 _REMOTE_BUFFER if remote and not any(cached) else _STREAM_BUFFER,
                 None if order is None else tf.constant(order, tf.int64),
@@ -354,14 +355,14 @@ class _Table:
 
     def fetch(self, file: tf.Tensor) -> tf.Tensor:
         """Fetch a file into the cache of remote files; return its number."""
-        with tf.control_dependencies([remote_cache.local(self.paths[file])]):
+        with tf.control_dependencies([remote_cache.local(tf.gather(self.paths, file))]):
             return tf.identity(file)
 
     @plain
     def record(self, number: tf.Tensor) -> tf.Tensor:
         """Return a stored record; fail if its checksum is wrong."""
         number, file = self._locate(number)
-        return self._from(file, self.offsets[number], 0).take(1).get_single_element()
+        return self._from(file, tf.gather(self.offsets, number), 0).take(1).get_single_element()
 
     @plain
     def scan(self, file: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
@@ -376,7 +377,7 @@ class _Table:
         )
 
         def remaining(_: tf.Tensor) -> tf.data.Dataset:
-            begin = self._begin(file) + first
+            begin = tf.gather(self.starts, file) + first
             done = readable.reduce(tf.constant(0, tf.int64), lambda so_far, _: so_far + 1)
             return tf.data.Dataset.range(begin + done, begin + count).map(self._record_or_marker)
 
@@ -391,8 +392,9 @@ class _Table:
 
         TensorFlow reads no further in a file after an error.
         """
-        rows = self._from(file, self.offsets[self._begin(file) + first], self.buffer)
-        rows = rows.skip(tf.where(self.compressions[file] != "", first, 0))
+        begin = tf.gather(self.offsets, tf.gather(self.starts, file) + first)
+        rows = self._from(file, begin, self.buffer)
+        rows = rows.skip(tf.where(tf.gather(self.compressions, file) != "", first, 0))
         return rows.take(count).ignore_errors(log_warning=True)
 
     def _record_or_marker(self, number: tf.Tensor) -> tf.Tensor:
@@ -402,8 +404,8 @@ class _Table:
         file is compressed.
         """
         _, file = self._locate(number)
-        alone = tf.where(self.compressions[file] == "", tf.constant(1, tf.int64), 0)
-        record = self._from(file, self.offsets[number], 0).take(alone).ignore_errors()
+        alone = tf.where(tf.gather(self.compressions, file) == "", tf.constant(1, tf.int64), 0)
+        record = self._from(file, tf.gather(self.offsets, number), 0).take(alone).ignore_errors()
         return (
             record.concatenate(tf.data.Dataset.from_tensors(_UNREADABLE))
             .take(1)
@@ -414,31 +416,32 @@ class _Table:
     def describe(self, number: tf.Tensor) -> tf.Tensor:
         """Return "FILE, byte OFFSET"; "FILE, record NUMBER" for a compressed file."""
         number, file = self._locate(number)
-        compressed = self.compressions[file] != ""
+        compressed = tf.gather(self.compressions, file) != ""
         unit = tf.where(compressed, ", record ", ", byte ")
-        position = tf.where(compressed, number - self._begin(file), self.offsets[number])
-        return tf.strings.join([self.paths[file], unit, tf.strings.as_string(position)])
+        record = number - tf.gather(self.starts, file)
+        position = tf.where(compressed, record, tf.gather(self.offsets, number))
+        return tf.strings.join([tf.gather(self.paths, file), unit, tf.strings.as_string(position)])
 
     def _locate(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the number of a record and the number of its file."""
         number = tf.cast(number, tf.int64)
         if self.order is not None:
-            number = self.order[number]
-        return number, tf.searchsorted(self.ends, [number], side="right", out_type=tf.int64)[0]
-
-    def _begin(self, file: tf.Tensor) -> tf.Tensor:
-        """Return the number of a file's first record."""
-        return tf.where(file > 0, self.ends[tf.maximum(file - 1, 0)], 0)
+            number = tf.gather(self.order, number)
+        # `tf.searchsorted` takes 20 operations.
+        after = tf.raw_ops.UpperBound(
+            sorted_inputs=tf.expand_dims(self.starts, 0), values=[[number]], out_type=tf.int64
+        )
+        return number, tf.reshape(after, []) - 1
 
     def _from(self, file: tf.Tensor, offset: tf.Tensor, buffer: int) -> tf.data.Dataset:
         """Return the records of a file from a byte offset on.
 
         With a buffer of 0, each read fetches only the bytes that it needs.
         """
-        path = self.paths[file]
+        path = tf.gather(self.paths, file)
         variant = tf.raw_ops.TFRecordDatasetV2(
             filenames=remote_cache.local(path) if self.cached else path,
-            compression_type=self.compressions[file],
+            compression_type=tf.gather(self.compressions, file),
             buffer_size=tf.constant(buffer, tf.int64),
             byte_offsets=offset,
         )
