@@ -119,9 +119,7 @@ def _larger_range(largest: Any, limit: int | None) -> Any:
 
 
 def _cipher(numbers: tf.Tensor, key: tf.Tensor, largest: Any) -> tf.Tensor:
-    return tf.raw_ops.RandomIndexShuffle(
-        index=numbers, seed=key, max_index=largest, rounds=_ROUNDS
-    )
+    return tf.raw_ops.RandomIndexShuffle(index=numbers, seed=key, max_index=largest, rounds=_ROUNDS)
 
 
 def key_of(seed: Any, epoch: Any, words: int = 3) -> tf.Tensor:
@@ -370,9 +368,7 @@ class StreamOrder(Order):
         length = tf.where(full, tf.constant(self.part, tf.int64), self.examples - self.tail_begin)
         return stream * self.part + self.shuffle_within(epoch, stream, within, length)
 
-    def shuffle_within(
-        self, epoch: Any, stream: Any, within: tf.Tensor, length: Any
-    ) -> tf.Tensor:
+    def shuffle_within(self, epoch: Any, stream: Any, within: tf.Tensor, length: Any) -> tf.Tensor:
         """Return places in a part of `length` examples, with each block permuted by itself.
 
         Args:

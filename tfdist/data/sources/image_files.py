@@ -268,12 +268,12 @@ def _source(
         numbers = None if labels is None else tf.constant(labels.values)
 
     def raw(number: tf.Tensor) -> tf.Tensor:
-        path = table[number]
+        path = tf.gather(table, number)
         return remote_cache.content(path) if cached else tf.io.read_file(path)
 
     def assemble(number: tf.Tensor, content: tf.Tensor) -> Any:
         x = decode_image(content, channels) if decode else content
-        return x if numbers is None else (x, numbers[number])
+        return x if numbers is None else (x, tf.gather(numbers, number))
 
     spec = (
         tf.TensorSpec([None, None, channels], tf.uint8) if decode else tf.TensorSpec([], tf.string)
@@ -285,7 +285,7 @@ def _source(
         None if labels is None else labels.classes,
         None if labels is None else labels.names,
         read=lambda number: assemble(number, raw(number)),
-        describe=lambda number: tf.strings.join(["file ", table[number]]),
+        describe=lambda number: tf.strings.join(["file ", tf.gather(table, number)]),
         labels=labels_of(labels),
         raw=raw,
         assemble=assemble,
