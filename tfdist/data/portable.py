@@ -6,6 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# Epoch of a graph that stands for any epoch, see `with_epoch`. No data hold it by accident.
+ANY_EPOCH = 6_151_813_482_013_664_571
+
 # Ops whose resource a process creates for itself if the resource of the graph's origin is missing,
 # with the index of the input that holds the resource.
 _OWN_RESOURCES = {
@@ -65,6 +68,44 @@ def bound_to_process(graph: bytes) -> str | None:
         if node.op == "VarHandleOp" or (handle and node.name not in own):
             return "uses a tf.Variable or another resource of this process"
     return None
+
+
+def with_epoch(graph: bytes, epoch: int) -> bytes:
+    """Return the graph of one epoch of a data pipeline, without tracing it again.
+
+    Args:
+        graph: Serialized GraphDef of the epoch `ANY_EPOCH`.
+        epoch: The epoch.
+
+    Returns:
+        A serialized GraphDef.
+
+    Example:
+        >>> any_epoch = graph_of(tf.data.Dataset.from_tensors(tf.constant(ANY_EPOCH, tf.int64)))
+        >>> third = tf.raw_ops.DatasetFromGraph(graph_def=with_epoch(any_epoch, 3))
+        >>> spec = tf.TensorSpec([], tf.int64)
+        >>> [int(epoch) for epoch in tf.data.experimental.from_variant(third, spec)]
+        [3]
+    """
+    definition = tf.compat.v1.GraphDef.FromString(graph)
+    tensors = [node.attr["value"].tensor for node in definition.node if node.op == "Const"]
+    places = [tensor for tensor in tensors if tensor == _scalar(ANY_EPOCH)]
+    assert places, "the graph of a single epoch"
+    for tensor in places:
+        tensor.CopyFrom(_scalar(epoch))
+    return definition.SerializeToString()
+
+
+def add_constant(nodes: Any, name: str, value: int) -> str:
+    """Add an int64 scalar to the nodes of a graph or function; return its name."""
+    node = nodes.add(name=name, op="Const")
+    node.attr["dtype"].type = tf.int64.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(_scalar(value))
+    return name
+
+
+def _scalar(value: int) -> Any:
+    return tf.make_tensor_proto(value, tf.int64)
 
 
 def nodes(definition: Any) -> list:

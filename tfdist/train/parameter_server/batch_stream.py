@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.data.portable import ANY_EPOCH, add_constant, bound_to_process, graph_of, with_epoch
 from tfdist.keras_compat import held_bytes
 from tfdist.train.data_position import DataPosition
 from tfdist.train.synchronous.feed import is_made_by_keras_threads, symbolic
@@ -35,13 +36,6 @@ _SEEDS = {
     "ShuffleDataset": (2, 3),
     "RandomDataset": (0, 1),
     "RandomDatasetV2": (0, 1),
-}
-# Op -> position of a resource input that a worker creates if it does not find the coordinator's.
-_OWN_RESOURCES = {
-    "ShuffleDatasetV3": 4,
-    "ShuffleAndRepeatDatasetV2": 5,
-    "CacheDatasetV2": 2,
-    "RandomDatasetV2": 2,
 }
 
 
@@ -72,7 +66,6 @@ class Stream:
         self._host = host
         self._seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         self._passes = 0
-        self._source = dataset
         with tf.device(host):
             self.length = int(dataset.cardinality())
             # Keras stops its threads between passes, where nothing may be read ahead.
@@ -80,8 +73,12 @@ class Stream:
             self._dataset = ahead.with_options(_options())
         # In a `tfdist.data` data pipeline, each epoch is a data set of its own.
         self._epochs = getattr(dataset, "epochs", None)
-        self._epoch = None if self._epochs is None else self._epochs.next
-        self._graph = self._graph_of(self._epoch) if by_workers else None
+        self._graph = None
+        if by_workers:
+            with tf.device(host):
+                self._graph = _graph(
+                    dataset if self._epochs is None else dataset.of_epoch(ANY_EPOCH)
+                )
 
     @property
     def by_workers(self) -> bool:
@@ -105,15 +102,11 @@ class Stream:
         """Return the serialized graph from which workers make their iterators for the next pass."""
         self.position.begin_pass(self._epoch_of_fit())
         self._passes += 1
-        if self._epochs is not None and (epoch := self._epochs.take()) != self._epoch:
-            self._graph = self._graph_of(epoch)
-            self._epoch = epoch
-        assert self._graph is not None
-        return fix_order(self._graph, self._seed, self._passes)
-
-    def _graph_of(self, epoch: int | None) -> bytes | None:
-        with tf.device(self._host):
-            return _graph(self._source if epoch is None else self._source.of_epoch(epoch))
+        graph = self._graph
+        assert graph is not None
+        if self._epochs is not None:
+            graph = with_epoch(graph, int(self._epochs.take()))
+        return fix_order(graph, self._seed, self._passes)
 
     def get_next(self, iterator):
         """Return the next batch of an iterator on the coordinator."""
@@ -188,37 +181,11 @@ def _graph(dataset: tf.data.Dataset) -> bytes | None:
     """
     if held_bytes(dataset) > MAX_MOVED_BYTES:
         return None
-    variant = tf.data.experimental.to_variant(dataset.prefetch(PREFETCH).with_options(_options()))
     try:
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=variant, external_state_policy=1, strip_device_assignment=True
-        ).numpy()
+        graph = graph_of(dataset.prefetch(PREFETCH).with_options(_options()))
     except tf.errors.OpError:
         return None
-    return graph if movable(graph) else None
-
-
-def movable(graph: bytes) -> bool:
-    """Return whether a data set's graph is valid in other processes.
-
-    It is valid if it contains no Python function, variable or resource handle of this process.
-    """
-    definition = tf.compat.v1.GraphDef.FromString(graph)
-    own = {
-        _name(node.input[_OWN_RESOURCES[node.op]])
-        for node in definition.node
-        if node.op in _OWN_RESOURCES and len(node.input) > _OWN_RESOURCES[node.op]
-    }
-    for node in _nodes(definition):
-        if "PyFunc" in node.op or node.op == "VarHandleOp":  # a variable would be frozen
-            return False
-        handle = node.op == "Const" and node.attr["dtype"].type in (
-            tf.resource.as_datatype_enum,
-            tf.variant.as_datatype_enum,
-        )
-        if handle and node.name not in own:
-            return False
-    return True
+    return graph if bound_to_process(graph) is None else None
 
 
 def fix_order(graph: bytes, seed: int, number: int) -> bytes:
@@ -260,7 +227,7 @@ def fix_order(graph: bytes, seed: int, number: int) -> bytes:
                 )
                 for position, value in zip(positions, derived, strict=True):
                     node.input[position] = reference.format(
-                        _add_constant(nodes, f"{node.name}/tfdist_seed_{position}", value)
+                        add_constant(nodes, f"{node.name}/tfdist_seed_{position}", value)
                     )
             elif "seed" in node.attr and "seed2" in node.attr:  # a random operation in a map
                 seeds = [node.attr["seed"].i, node.attr["seed2"].i]
@@ -270,13 +237,6 @@ def fix_order(graph: bytes, seed: int, number: int) -> bytes:
     return definition.SerializeToString()
 
 
-def _nodes(definition) -> list:
-    return [
-        *definition.node,
-        *(node for function in definition.library.function for node in function.node_def),
-    ]
-
-
 def _name(reference: str) -> str:
     return reference.partition(":")[0]
 
@@ -284,13 +244,6 @@ def _name(reference: str) -> str:
 def _constant(constants: dict, reference: str) -> int | None:
     node = constants.get(_name(reference))
     return None if node is None else int(tf.make_ndarray(node.attr["value"].tensor))
-
-
-def _add_constant(nodes, name: str, value: int) -> str:
-    node = nodes.add(name=name, op="Const")
-    node.attr["dtype"].type = tf.int64.as_datatype_enum
-    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64))
-    return name
 
 
 def _derive_seeds(*values: Any) -> tuple[int, int]:

@@ -140,6 +140,22 @@ def test_a_pass_of_the_workers_is_an_epoch_of_the_pipeline():
     assert dataset.epochs.next == 7
 
 
+def test_epochs_of_a_pipeline_of_an_epoch_of_another_are_its_own():
+    inner = DATA_SETS["a pipeline"]().of_epoch(0).unbatch()
+    stream = make(data.pipeline(inner, 8, seed=5))
+    here = [
+        [x.tolist() for x in data.pipeline(inner, 8, seed=5).of_epoch(e).as_numpy_iterator()]
+        for e in (0, 1)
+    ]
+    there = []
+    for _ in range(2):
+        variant = batch_stream.dataset_variant(tf.constant(iter(stream).graph))
+        batches = tf.data.experimental.from_variant(variant, stream.element_spec)
+        there.append([x.tolist() for x in batches.as_numpy_iterator()])
+    assert there == here
+    assert here[0] != here[1]
+
+
 def test_two_shuffles_of_one_data_set_draw_their_own_numbers(orders):
     assert any(a != b for a, b in orders[0]["paired", 1, 1])
 
