@@ -105,13 +105,23 @@ class Batches:
         if self.addresses:
 
             def make(epoch, first, stride):
-                return self._make(window, tf.data.Dataset.from_tensors((epoch, first)), stride)
+                begin = tf.data.Dataset.from_tensors((epoch, first))
+                return self._make(window, begin, stride).with_options(self._fusion())
 
             steps = None if self.order is None else self.order.steps
             result = distribute(make, position, self.addresses, steps=steps, name=self.source.name)
         else:
             result = self._make(window, position, 1)
-        return result.prefetch(self.prefetch).with_options(self.options)
+        result = result.prefetch(self.prefetch).with_options(self.options)
+        return result.with_options(self._fusion())
+
+    def _fusion(self) -> tf.data.Options:
+        """Return options without which the traced functions fail."""
+        options = tf.data.Options()
+        if self._traced_read.uses_resources or self._traced_transform.uses_resources:
+            # It fails to fuse `map` and `batch` where the former uses a resource.
+            options.experimental_optimization.map_and_batch_fusion = False
+        return options
 
     def _make(self, window: Window, position: tf.data.Dataset, stride: int) -> tf.data.Dataset:
         """Return every `stride`-th of the ReplicaRows of one pass."""
@@ -170,18 +180,16 @@ class Batches:
         Returns:
             The example as it goes into a batch.
         """
-        return self._apply_transform(
-            _check_label(self.source, self._read(example, seed), example.number), seed
-        )
-
-    # Traced once, for all windows and for both ways of loading.
-    @functools.cached_property
-    def _traced_read(self) -> Callable[..., Any]:
-        return tf.function(self._read, autograph=False)
+        data = _check_label(self.source, self._traced_read(example, seed), example.number)
+        return data if self.transform is None else self._traced_transform(data, seed)
 
     @functools.cached_property
-    def _traced_transform(self) -> Callable[..., Any]:
-        return tf.function(self._apply_transform, autograph=False)
+    def _traced_read(self) -> _Traced:
+        return _Traced(self._read)
+
+    @functools.cached_property
+    def _traced_transform(self) -> _Traced:
+        return _Traced(self._apply_transform)
 
     # --- Three ways of reading ------------------------------------------------------------------
     def _of_memory(self, window: Window, steps: tf.data.Dataset) -> tf.data.Dataset:
@@ -232,10 +240,7 @@ class Batches:
 
         @plain
         def quick(example, seed):
-            data = _check_label(self.source, self._traced_read(example, seed), example.number)
-            if self.transform is not None:
-                data = self._traced_transform(data, seed)
-            return Example((), *example[1:]), data, True
+            return Example((), *example[1:]), self.load(example, seed), True
 
         @plain
         def careful(example, seed):
@@ -318,7 +323,7 @@ class Batches:
             )
         )
 
-    def _read(self, example: Example, _: Any) -> Any:
+    def _read(self, example: Example, seed: Any) -> Any:
         source = self.source
         if source.walk is not None:
             return example.data
@@ -327,8 +332,7 @@ class Batches:
         return example.data if source.decode is None else source.decode(example.data)
 
     def _apply_transform(self, data: Any, seed: Any) -> Any:
-        if self.transform is None:
-            return data
+        assert self.transform is not None
         return (
             call(self.transform, data)
             if isinstance(seed, tuple)
@@ -396,6 +400,23 @@ class Batches:
             own = tf.cast(data[2], tf.float32)
             weight = own * tf.reshape(weight, [-1] + [1] * (own.shape.rank - 1))
         return (data[0], data[1], weight)
+
+
+class _Traced:
+    """Function that is traced once, for all windows and for both ways of loading.
+
+    Attributes:
+        uses_resources: Whether it uses a lookup table, a variable or another resource.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = tf.function(function, autograph=False)
+        self.uses_resources = False
+
+    def __call__(self, *args: Any) -> Any:
+        captured = self._function.get_concrete_function(*args).captured_inputs
+        self.uses_resources |= any(x.dtype == tf.resource for x in captured)
+        return self._function(*args)
 
 
 def _without_label(data: Any) -> Any:

@@ -78,12 +78,7 @@ def positions(order: Order, window: Window, step: Any) -> tf.Tensor:
         int64 `[width]`. In a batch that is not full, rows beyond its end repeat its last example.
     """
     begin = window_begin(order, window, step)
-    width = window.width(order.global_batch)
-    # Numbers that are known need no operation.
-    if isinstance(begin, int):
-        rows = tf.range(begin, begin + width, dtype=tf.int64)
-    else:
-        rows = begin + tf.range(width, dtype=tf.int64)
+    rows = tf.range(begin, begin + window.width(order.global_batch), dtype=tf.int64)
     if order.steps > order.full:
         rows = tf.minimum(rows, order.rows(step, tf.minimum) - 1)
     return step * order.global_batch + rows

@@ -5,6 +5,7 @@ Each replica reads its own rows, and errors name bad examples.
 
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -461,3 +462,35 @@ def test_a_transform_is_traced_once_and_rows_of_replicas_are_kept():
     passes = [[share.numbers.numpy().tolist() for share in first] for _ in range(2)]
     assert passes == [[step[:2] for step in expected(batches, epoch)] for epoch in range(2)]
     assert batches.epochs.next == 2
+
+
+def add_seven(kind):
+    """Return a function that adds 7 to a number by a resource of TensorFlow."""
+    if kind == "table":
+        numbers = tf.range(COUNT, dtype=tf.int64)
+        initializer = tf.lookup.KeyValueTensorInitializer(numbers, numbers + 7)
+        return tf.lookup.StaticHashTable(initializer, -1).lookup
+    if kind == "lookup layer":
+        lookup = keras.layers.IntegerLookup(vocabulary=list(range(COUNT)))
+        return lambda number: lookup(number) + 6  # 0 stands for what is not in the vocabulary
+    if kind == "variable":
+        seven = tf.Variable(7, dtype=tf.int64)
+        return lambda number: number + seven
+    brightness = keras.layers.RandomBrightness(0.5, value_range=(0, 1))
+    return lambda number: (
+        number + 7 + tf.cast(brightness(tf.zeros([1, 1, 3]))[0, 0, 0] * 0, tf.int64)
+    )
+
+
+@pytest.mark.parametrize("kind", ["table", "lookup layer", "variable", "augmentation layer"])
+@pytest.mark.parametrize("where", ["transform", "source"])
+def test_examples_may_be_changed_by_tables_variables_and_layers(kind, where):
+    add = add_seven(kind)
+    if where == "transform":
+        batches = pipeline(np.arange(COUNT), 4, shuffle=False, transform=add)
+    else:
+        batches = pipeline(single().map(lambda x, y: add(y)), 4, shuffle=False)
+    assert [x.numpy().tolist() for x in batches] == [[n + 7 for n in step] for step in IN_ORDER]
+    parts = [batches.replica_rows(replica, 1, 2) for replica in range(2)]
+    rows = [x for two in zip(*parts, strict=True) for part in two for x in part.data.numpy()]
+    assert rows == [n + 7 for n in range(COUNT)]

@@ -121,6 +121,13 @@ def test_structures_of_all_kinds_are_sent_unchanged(data_workers):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+def test_transforms_may_use_lookup_tables(data_workers):
+    keys = tf.constant([0, 1, 2], tf.int64)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, keys * 5), -1)
+    batches = pipeline(np.arange(4), 2, shuffle=False, transform=table.lookup, service=data_workers)
+    assert [batch.numpy().tolist() for batch in batches] == [[0, 5], [10, -1]]
+
+
 def test_a_lost_element_is_an_error_and_not_a_gap(data_workers):
     part = tf.data.Dataset.from_tensor_slices(([0, 2], ["a", "c"])).map(
         lambda n, x: (tf.cast(n, tf.int64), x)
