@@ -116,10 +116,10 @@ class Batches:
         return result.with_options(self._fusion())
 
     def _fusion(self) -> tf.data.Options:
-        """Return options without which the traced functions fail."""
+        """Return options that keep TensorFlow from fusing what it cannot."""
         options = tf.data.Options()
+        # TensorFlow fails to fuse `map` and `batch` where the former uses a resource.
         if self._traced_read.uses_resources or self._traced_transform.uses_resources:
-            # It fails to fuse `map` and `batch` where the former uses a resource.
             options.experimental_optimization.map_and_batch_fusion = False
         return options
 
@@ -180,7 +180,9 @@ class Batches:
         Returns:
             The example as it goes into a batch.
         """
-        data = _check_label(self.source, self._traced_read(example, seed), example.number)
+        walked = self.source.walk is not None
+        data = example.data if walked else self._traced_read(example, seed)
+        data = _check_label(self.source, data, example.number)
         return data if self.transform is None else self._traced_transform(data, seed)
 
     @functools.cached_property
@@ -325,8 +327,6 @@ class Batches:
 
     def _read(self, example: Example, seed: Any) -> Any:
         source = self.source
-        if source.walk is not None:
-            return example.data
         if source.scan is None:
             return source.single(example.number)
         return example.data if source.decode is None else source.decode(example.data)
@@ -348,24 +348,25 @@ class Batches:
         data = self._apply_batch_transform(data, epoch, numbers)
         width = window.width(self.global_batch)
         uneven = order.steps > order.full
+        begin = window_begin(order, window, step)
         rows = tf.constant(self.global_batch, tf.int64)
         if uneven:
             rows = order.rows(step, tf.minimum)
         if self.tail == "pad" or self.errors.allowed:
             is_real = tf.ones([width], tf.bool)
             if uneven:
-                begin = window_begin(order, window, step)
                 is_real = begin + tf.range(width, dtype=tf.int64) < rows
             if good is not None and self.errors.allowed:
                 is_real &= good
             data = self._add_weights(data, is_real, rows if self.tail == "pad" else None)
             numbers = tf.where(is_real, numbers, -1)
         if uneven and self.tail == "partial":
-            begin, end = rows_of_replicas(
-                rows, window.first, window.count, window.replicas, tf.minimum
+            end = (
+                rows_of_replicas(rows, window.first, window.count, window.replicas, tf.minimum)[1]
+                - begin
             )
-            data = cut(data, tf.constant(0, tf.int64), end - begin)
-            numbers = numbers[: end - begin]
+            data = cut(data, tf.constant(0, tf.int64), end)
+            numbers = numbers[:end]
         # Covers everything that determines the batch's example numbers.
         fingerprint = tf.cast(epoch * 7919 + step, tf.float64) + zlib.crc32(repr(order).encode())
         total = tf.constant(self.global_batch, tf.int64) if self.tail == "pad" else rows

@@ -380,6 +380,8 @@ class StreamOrder(Order):
         Returns:
             int64 `[k]`.
         """
+        if not self.shuffle:
+            return within
         block = within // self.block
         first = block * self.block
         size = tf.minimum(tf.cast(length, tf.int64) - first, self.block)
@@ -398,8 +400,6 @@ class StreamOrder(Order):
         Returns:
             int64 `[k]`.
         """
-        if not self.shuffle:
-            return places
         # Each block has its own key. If a block is small, only few bits of a key's words matter.
         name = permute(stream * 2**32 + block, 2**60, key_of(self.seed, epoch))
         keys = tf.cast(tf.stack([name, name // 2**16, name // 2**32], -1) % 2**16, tf.int32)

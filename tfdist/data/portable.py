@@ -96,14 +96,6 @@ def with_epoch(graph: bytes, epoch: int) -> bytes:
     return definition.SerializeToString()
 
 
-def add_constant(nodes: Any, name: str, value: int) -> str:
-    """Add an int64 scalar to the nodes of a graph or function; return its name."""
-    node = nodes.add(name=name, op="Const")
-    node.attr["dtype"].type = tf.int64.as_datatype_enum
-    node.attr["value"].tensor.CopyFrom(_scalar(value))
-    return name
-
-
 def _scalar(value: int) -> Any:
     return tf.make_tensor_proto(value, tf.int64)
 

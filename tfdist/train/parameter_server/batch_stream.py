@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.portable import ANY_EPOCH, add_constant, bound_to_process, graph_of, with_epoch
+from tfdist.data.portable import ANY_EPOCH, bound_to_process, graph_of, with_epoch
 from tfdist.keras_compat import held_bytes
 from tfdist.train.data_position import DataPosition
 from tfdist.train.synchronous.feed import is_made_by_keras_threads, symbolic
@@ -227,7 +227,7 @@ def fix_order(graph: bytes, seed: int, number: int) -> bytes:
                 )
                 for position, value in zip(positions, derived, strict=True):
                     node.input[position] = reference.format(
-                        add_constant(nodes, f"{node.name}/tfdist_seed_{position}", value)
+                        _add_constant(nodes, f"{node.name}/tfdist_seed_{position}", value)
                     )
             elif "seed" in node.attr and "seed2" in node.attr:  # a random operation in a map
                 seeds = [node.attr["seed"].i, node.attr["seed2"].i]
@@ -244,6 +244,13 @@ def _name(reference: str) -> str:
 def _constant(constants: dict, reference: str) -> int | None:
     node = constants.get(_name(reference))
     return None if node is None else int(tf.make_ndarray(node.attr["value"].tensor))
+
+
+def _add_constant(nodes, name: str, value: int) -> str:
+    node = nodes.add(name=name, op="Const")
+    node.attr["dtype"].type = tf.int64.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64))
+    return name
 
 
 def _derive_seeds(*values: Any) -> tuple[int, int]:
