@@ -22,6 +22,7 @@ SHORT = {
     "host": "host overhead",
 }
 assert SHORT.keys() == PARTS.keys()
+_DATA_WORKERS = "data workers (tfdist launch --data-workers N with data.service=true)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +207,12 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
         f"{milliseconds(baseline * float(share))}"
     )
     if part == "input":
+        if _shares_cores(setup, facts):
+            return (
+                f": {times}, as pipelines and steps of {_sharing(setup, facts)}; "
+                f"{'' if facts.cache else 'data.cache=true, '}more cores or hosts, or "
+                f"{_DATA_WORKERS} on another host would help"
+            )
         return f": {times}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
         sent = setup.bytes // 2 if facts.comm_dtype else setup.bytes
@@ -262,8 +269,26 @@ def _may_shard(setup: Setup, facts: Facts) -> bool:
 
 
 def _input_remedy(facts: Facts) -> str:
-    workers = "data workers (tfdist launch --data-workers N with data.service=true)"
-    return workers if facts.cache else f"data.cache=true or {workers}"
+    return _DATA_WORKERS if facts.cache else f"data.cache=true or {_DATA_WORKERS}"
+
+
+def _shares_cores(setup: Setup, facts: Facts) -> bool:
+    """Return whether replicas on CPUs have fewer cores than a replica alone would use."""
+    return (
+        facts.on_cpu
+        and setup.replicas > 1
+        and (facts.threads is None or setup.replicas * facts.threads > facts.cores)
+    )
+
+
+def _sharing(setup: Setup, facts: Facts) -> str:
+    """Return who shares how many cores, for a sentence."""
+    who = (
+        counted(setup.workers, "worker")
+        if setup.workers > 1
+        else counted(setup.replicas, "replica")
+    )
+    return f"{who} share {counted(facts.cores, 'core')}"
 
 
 def _host_remedy(facts: Facts) -> str:
@@ -297,19 +322,10 @@ def _wait(setup: Setup) -> str:
 
 def _compute(setup: Setup, facts: Facts, times: str, share: float) -> str:
     """Return why forward and backward are slower than with one replica."""
-    if (
-        facts.on_cpu
-        and setup.replicas > 1
-        and (facts.threads is None or setup.replicas * facts.threads > facts.cores)
-    ):
-        who = (
-            counted(setup.workers, "worker")
-            if setup.workers > 1
-            else counted(setup.replicas, "replica")
-        )
+    if _shares_cores(setup, facts):
         return (
-            f": {times}, as {who} share {counted(facts.cores, 'core')} that one replica alone "
-            "can use; more cores or hosts would help"
+            f": {times}, as {_sharing(setup, facts)} that one replica alone can use; more cores or "
+            "hosts would help"
         )
     if setup.strategy == "central_storage":
         return (

@@ -186,7 +186,9 @@ IDEAL = {"forward_backward": 4, "update": 0.5, "host": 0.5}  # of ALONE, split i
             {},
             (
                 "50 % of the step is waiting for input: 5.0 ms where 1/2 of one replica's is 0.00 "
-                "ms; data.cache=true or data workers"
+                "ms, as pipelines and steps of 2 replicas share 2 cores; data.cache=true, more "
+                "cores or hosts, or data workers (tfdist launch --data-workers N with "
+                "data.service=true) on another host would help"
             ),
         ),
         (
@@ -229,6 +231,7 @@ def test_the_reason_is_the_part_that_grew_most(planted, more, expected):
 def test_remedies_follow_the_config():
     late = setup(rates=6400, step_breakdown=parts(**IDEAL, input=5))
     assert "data.cache" not in sentence(late, Facts(cores=2, cache=True))
+    assert "ms; data.cache=true or data workers" in sentence(late, Facts(cores=2, threads=1))
     host = setup(rates=6400, step_breakdown=parts(**{**IDEAL, "host": 6}))
     assert "a larger train.steps_per_execution" in sentence(
         host, Facts(cores=2, steps_per_execution=8)
