@@ -415,6 +415,40 @@ def sum_reduction(strategy):
 
 
 @case
+def losses_over_whole_batches(strategy):
+    """Train with Keras' losses in which rows depend on each other, on an uneven last batch."""
+    x, y = data(GLOBAL_BATCH * 2 + 1)
+    targets = {"dice": np.eye(3)[y], "tversky": np.eye(3)[y], "circle": y}
+    w = {name: np.linspace(0.5, 2, len(x)) for name in ("dice", "circle")}
+    w["tversky"] = np.ones(len(x))
+
+    def model():
+        inputs = keras.Input([6])
+        middle = keras.layers.Dense(8, activation="tanh")(inputs)
+        outputs = {
+            "dice": keras.layers.Dense(3, activation="sigmoid", name="dice")(middle),
+            "tversky": keras.layers.Dense(3, activation="sigmoid", name="tversky")(middle),
+            "circle": keras.layers.UnitNormalization(name="circle")(keras.layers.Dense(4)(middle)),
+        }
+        return keras.Model(inputs, outputs)
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        built = model()
+        built.compile(
+            "sgd",
+            {
+                "dice": "dice",
+                "tversky": keras.losses.Tversky(0.3, 0.7),
+                "circle": keras.losses.Circle(gamma=2),
+            },
+            loss_weights={"dice": 1.0, "tversky": 1.0, "circle": 0.1},
+        )
+    validation = dataset(x[:17], {name: t[:17] for name, t in targets.items()})
+    return fitted(built, dataset(x, targets, w), epochs=2, validation_data=validation)
+
+
+@case
 def steps_per_epoch_of_an_endless_data_set(strategy):
     return simple(
         strategy, "sgd", dataset(*data()).repeat(), steps_per_epoch=3, epochs=3, watch=False

@@ -534,6 +534,7 @@ def _replica_hooks() -> tuple[tuple[type, str, str], ...]:
     """Return classes, the name of a public method, and that of the engine's method for it."""
     return (
         (keras.metrics.Mean, "update_state", "update_mean"),
+        (keras.Loss, "__call__", "call_loss"),
         *(
             # Keras' own `assign` of a variable with copies calls these.
             (_distribute_values.DistributedVariable, name, "assign")
@@ -621,6 +622,26 @@ def is_keras_metric(metric: keras.Metric) -> bool:
         and function.__name__ not in _MIXING_ROWS
         and metric._fn_kwargs.get("axis", -1) == -1
     )
+
+
+def mixes_rows(loss: keras.Loss, rank: int) -> bool:
+    """Return whether a loss is one of Keras' whose rows depend on each other.
+
+    Args:
+        loss: The loss.
+        rank: Number of axes of the targets.
+    """
+    function = getattr(loss, "fn", None)
+    if (
+        not isinstance(function, types.FunctionType)
+        or not _is_keras(function)
+        or not _is_keras(type(loss).call)
+        or function.__name__ not in _MIXING_ROWS
+    ):
+        return False
+    axis = loss._fn_kwargs.get("axis")
+    axes = [axis] if isinstance(axis, int) else axis
+    return axes is None or any(each % rank == 0 for each in axes)
 
 
 def wrapped_function(metric: keras.Metric) -> Any:

@@ -16,6 +16,7 @@ from tfdist.parallel.placement import Placement
 from tfdist.parallel.replica_weight import gradient_factor, weighted
 from tfdist.train.synchronous.engine import Engine
 from tfdist.train.synchronous.feed import Batch, Feed, any_rows
+from tfdist.train.synchronous.gathered_losses import mark_own_rows
 from tfdist.train.synchronous.replica_state import ReplicaState
 from tfdist.train.synchronous.replica_step import run_replica
 
@@ -180,6 +181,7 @@ class _Steps:
 
     def _mean(self, rows):
         """Return the means over the global batch of the body's results for one replica's rows."""
+        mark_own_rows(rows)
         results = self._body(rows)
         values = (
             [] if results is None else [tf.convert_to_tensor(x) for x in tf.nest.flatten(results)]

@@ -104,7 +104,7 @@ class Evaluator(Hooks):
         self._started_ns = time.time_ns()
         self._handled: dict[str, tuple] = {}  # path -> stamp of each file that is done with
         self._presence: Presence | None = None
-        for name in {*MODEL_HOOKS, "feed", "apply", "update_mean", *LOSS_HOOKS} - {
+        for name in {*MODEL_HOOKS, "feed", "apply", "call_loss", "update_mean", *LOSS_HOOKS} - {
             "fit",
             "save",
             "save_weights",

@@ -227,6 +227,10 @@ class Hooks:
         """Return the mean of loss values."""
         return keras_function(*args, **kwargs)
 
+    def call_loss(self, keras_method: Callable, loss: keras.Loss, *args, **kwargs):
+        """Return the value of a `keras.Loss`."""
+        return keras_method(loss, *args, **kwargs)
+
     def update_mean(self, keras_method: Callable, metric: keras.metrics.Mean, *args, **kwargs):
         """Update a `keras.metrics.Mean`."""
         return keras_method(metric, *args, **kwargs)

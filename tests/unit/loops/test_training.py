@@ -86,6 +86,24 @@ def test_a_loss_may_draw_without_a_seed(mirrored, one_device):
     assert losses(mirrored) != alone
 
 
+def test_losses_over_the_batch_see_all_rows(mirrored, one_device):
+    """Rows depend on each other in Keras' Dice loss."""
+
+    def dice(model, x, y, training):
+        loss = keras.losses.Dice()
+        return loss(y, tf.nn.sigmoid(model(x, training=training))[:, 0])
+
+    def sgd():
+        return keras.optimizers.SGD(0.5)
+
+    for run in trained, walked:
+        alone, weights = run(one_device, dice, optimizer=sgd)
+        losses, of_two = run(mirrored, dice, optimizer=sgd)
+        one, two = (x["loss"] if run is trained else x for x in (alone, losses))
+        np.testing.assert_allclose(two, one, **TOLERANCE)
+        same_arrays(weights, of_two)
+
+
 def fitted(strategy, make=build, optimizer=lambda: keras.optimizers.Adam(0.01), **kwargs):
     with strategy.scope():
         model = make()

@@ -64,6 +64,7 @@ from tfdist.train.metric_calls import plain_variables
 from tfdist.train.synchronous import (
     assigned_weights,
     compiled_step,
+    gathered_losses,
     gradient_sum,
     replica_step,
 )
@@ -416,6 +417,10 @@ class Engine(Hooks):
     def reduce_weighted_values(self, keras_function: Callable, *args, **kwargs):
         """See `replica_step.reduce_weighted_values`."""
         return replica_step.reduce_weighted_values(keras_function, *args, **kwargs)
+
+    def call_loss(self, keras_method: Callable, loss, *args, **kwargs):
+        """See `gathered_losses.call_loss`."""
+        return gathered_losses.call_loss(keras_method, loss, *args, **kwargs)
 
     def update_mean(self, keras_method: Callable, metric, *args, **kwargs):
         """See `replica_step.update_mean`."""

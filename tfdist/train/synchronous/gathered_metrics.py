@@ -13,11 +13,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat import copies
-from tfdist.keras_compat.parallel import mask_of, set_mask
 from tfdist.parallel.replica_weight import step_weight, weighted, weighted_step
 from tfdist.train.metric_calls import needs_all_rows
 from tfdist.train.synchronous.compiled_step import check_collective
-from tfdist.train.synchronous.gathered_rows import all_gather_rows
+from tfdist.train.synchronous.gathered_rows import all_gather_rows, all_gather_with_mask
 
 
 class MetricUpdates:
@@ -110,8 +109,4 @@ def _of_all_rows(metric: keras.Metric, x: Any) -> Any:
         assert weight is not None
         part = weighted([x], weight)[0] if x.dtype.is_floating else x
         return tf.distribute.get_replica_context().all_reduce("SUM", part)
-    rows = all_gather_rows(x)
-    mask = mask_of(x)
-    if mask is not None:
-        set_mask(rows, all_gather_rows(mask))
-    return rows
+    return all_gather_with_mask(x)

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat.parallel import mask_of, set_mask
+
 # Types that TensorFlow does not gather between workers, and types that hold their values.
 _GATHERED_AS = {
     tf.bool: tf.int32,
@@ -19,7 +21,7 @@ _GATHERED_AS = {
 def all_gather_rows(x: Any) -> Any:
     """Return the rows of all replicas, in the order of the global batch, with their gradients.
 
-    A loss or a layer in which rows depend on each other (a contrastive loss, a Dice loss, a
+    A loss or a layer in which rows depend on each other (a contrastive loss, an overlap loss, a
     statistic of the batch) gives other numbers on a replica's rows than on all rows. Let each
     replica compute it from all rows instead:
 
@@ -47,3 +49,12 @@ def all_gather_rows(x: Any) -> Any:
     # TensorFlow gathers to the device of a tensor, and an argument of a function has none.
     own = tf.identity(tf.cast(x, comm_dtype))
     return tf.cast(context.all_gather(own, axis=0), x.dtype)
+
+
+def all_gather_with_mask(x: tf.Tensor) -> tf.Tensor:
+    """Return what `all_gather_rows` does, with the mask of all rows if Keras gave `x` one."""
+    rows = all_gather_rows(x)
+    mask = mask_of(x)
+    if mask is not None:
+        set_mask(rows, all_gather_rows(mask))
+    return rows

@@ -14,8 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat import engine_of
 from tfdist.parallel.replica_weight import step_weight, weighted
+from tfdist.sync import LocalSGD
 from tfdist.train.metric_calls import Results, observed
+from tfdist.train.synchronous.gathered_losses import mark_own_rows
 from tfdist.train.synchronous.gathered_metrics import MetricUpdates
 
 
@@ -59,6 +62,8 @@ class StepLogs:
             TypeError: If the step does not return a dict of numbers.
         """
         results = Results(self._model)
+        if not self._trains_apart():
+            mark_own_rows(data)
         with observed(self._model, MetricUpdates().update, results.record):
             logs = self._step(data)
         if not isinstance(logs, dict):
@@ -89,6 +94,11 @@ class StepLogs:
             for source in self._sources
         ]
         return keras.tree.pack_sequence_as(self._structure, values)
+
+    def _trains_apart(self) -> bool:
+        """Return whether a step changes a replica's own weights, by its own rows: local SGD."""
+        exchange = engine_of(tf.distribute.get_strategy()).exchange_of(self._model)
+        return self._step == self._model.train_step and isinstance(exchange.policy, LocalSGD)
 
     def _part_of_mean(self, value: Any) -> tf.Tensor:
         """Return the replica's addend of the mean over the replicas; one replica's value itself."""
