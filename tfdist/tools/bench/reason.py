@@ -13,6 +13,7 @@ GOOD = 0.95  # efficiency at or above which no cause is reported
 NARROWED = 1e6  # bytes of gradients from which fewer bytes make a sum notably faster
 LARGE = 20e6  # bytes of gradients from which a division of the weights is worth a trial
 UNEVEN = 1.1  # ratio to the other workers' mean work from which a worker is a straggler
+DATA_WORKERS = "data workers (tfdist launch --data-workers N with data.service=true)"
 SHORT = {
     "input": "waiting for input",
     "forward_backward": "forward and backward",
@@ -22,7 +23,6 @@ SHORT = {
     "host": "host overhead",
 }
 assert SHORT.keys() == PARTS.keys()
-_DATA_WORKERS = "data workers (tfdist launch --data-workers N with data.service=true)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _why(part: str, setup: Setup, alone: Setup, facts: Facts) -> str:
             return (
                 f": {times}, as pipelines and steps of {_sharing(setup, facts)}; "
                 f"{'' if facts.cache else 'data.cache=true, '}more cores or hosts, or "
-                f"{_DATA_WORKERS} on another host would help"
+                f"{DATA_WORKERS} on another host would help"
             )
         return f": {times}; {_input_remedy(facts)} would help"
     if part == "gradient_sync":
@@ -269,7 +269,7 @@ def _may_shard(setup: Setup, facts: Facts) -> bool:
 
 
 def _input_remedy(facts: Facts) -> str:
-    return _DATA_WORKERS if facts.cache else f"data.cache=true or {_DATA_WORKERS}"
+    return DATA_WORKERS if facts.cache else f"data.cache=true or {DATA_WORKERS}"
 
 
 def _shares_cores(setup: Setup, facts: Facts) -> bool:
