@@ -181,7 +181,8 @@ class _Steps:
 
     def _mean(self, rows):
         """Return the means over the global batch of the body's results for one replica's rows."""
-        mark_own_rows(rows)
+        if not self._engine.trains_locally(self._state.learner):
+            mark_own_rows(rows)
         results = self._body(rows)
         values = (
             [] if results is None else [tf.convert_to_tensor(x) for x in tf.nest.flatten(results)]

@@ -86,16 +86,16 @@ def test_a_loss_may_draw_without_a_seed(mirrored, one_device):
     assert losses(mirrored) != alone
 
 
+def dice(model, x, y, training):
+    """Return a loss of Keras in which rows depend on each other."""
+    return keras.losses.Dice()(y, tf.nn.sigmoid(model(x, training=training))[:, 0])
+
+
+def sgd():
+    return keras.optimizers.SGD(0.5)
+
+
 def test_losses_over_the_batch_see_all_rows(mirrored, one_device):
-    """Rows depend on each other in Keras' Dice loss."""
-
-    def dice(model, x, y, training):
-        loss = keras.losses.Dice()
-        return loss(y, tf.nn.sigmoid(model(x, training=training))[:, 0])
-
-    def sgd():
-        return keras.optimizers.SGD(0.5)
-
     for run in trained, walked:
         alone, weights = run(one_device, dice, optimizer=sgd)
         losses, of_two = run(mirrored, dice, optimizer=sgd)
@@ -293,6 +293,11 @@ def test_both_loops_follow_the_policy_as_fit_does(under, name):
     expected = fitted(strategy, **given)
     same(expected, trained(strategy, **given))
     same_arrays(expected[1], walked(strategy, **given)[1])
+
+
+def test_losses_of_local_sgd_see_the_replicas_own_rows_in_both_loops(under):
+    strategy = under(tfdist.sync.LocalSGD(every=3))
+    same_arrays(trained(strategy, dice, optimizer=sgd)[1], walked(strategy, dice, optimizer=sgd)[1])
 
 
 class Stop(keras.callbacks.Callback):

@@ -594,6 +594,10 @@ class Engine(Hooks):
         """
         return holder_of(model.optimizer, model.trainable_variables) or self.aggregation
 
+    def trains_locally(self, model: keras.Model) -> bool:
+        """Return whether each replica changes weights of its own, as in local SGD."""
+        return isinstance(self.exchange_of(model).policy, LocalSGD)
+
     def updates_rows(self, model: Any) -> bool | None:
         """Return whether a model's optimizer updates only those rows of a table that a batch uses.
 

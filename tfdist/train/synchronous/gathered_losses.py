@@ -1,7 +1,7 @@
 """Gathered losses: each replica computes Keras' losses over the whole batch from all rows.
 
-Keras' Dice, Tversky and circle losses are no means of a loss of each row. Computed from a replica's
-own rows, they would train to other numbers than one replica does.
+Keras' Dice, Tversky and Circle losses are not means over rows. Computed from a replica's own rows,
+they would train to other numbers than one replica does.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ _GATHERED_AS = {
 def all_gather_rows(x: Any) -> Any:
     """Return the rows of all replicas, in the order of the global batch, with their gradients.
 
-    A loss or a layer in which rows depend on each other (a contrastive loss, an overlap loss, a
-    statistic of the batch) gives other numbers on a replica's rows than on all rows. Let each
-    replica compute it from all rows instead:
+    A loss or a layer in which rows depend on each other (a contrastive loss, a statistic of the
+    batch) gives other numbers on a replica's rows than on all rows. Let each replica compute it
+    from all rows instead:
 
         loss = contrastive(tfdist.all_gather_rows(embeddings), tfdist.all_gather_rows(labels))
 

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfdist.keras_compat import engine_of
 from tfdist.parallel.replica_weight import step_weight, weighted
-from tfdist.sync import LocalSGD
 from tfdist.train.metric_calls import Results, observed
 from tfdist.train.synchronous.gathered_losses import mark_own_rows
 from tfdist.train.synchronous.gathered_metrics import MetricUpdates
@@ -62,7 +61,9 @@ class StepLogs:
             TypeError: If the step does not return a dict of numbers.
         """
         results = Results(self._model)
-        if not self._trains_apart():
+        engine = engine_of(tf.distribute.get_strategy())
+        trains = self._step == self._model.train_step
+        if not (trains and engine.trains_locally(self._model)):
             mark_own_rows(data)
         with observed(self._model, MetricUpdates().update, results.record):
             logs = self._step(data)
@@ -94,11 +95,6 @@ class StepLogs:
             for source in self._sources
         ]
         return keras.tree.pack_sequence_as(self._structure, values)
-
-    def _trains_apart(self) -> bool:
-        """Return whether a step changes a replica's own weights, by its own rows: local SGD."""
-        exchange = engine_of(tf.distribute.get_strategy()).exchange_of(self._model)
-        return self._step == self._model.train_step and isinstance(exchange.policy, LocalSGD)
 
     def _part_of_mean(self, value: Any) -> tf.Tensor:
         """Return the replica's addend of the mean over the replicas; one replica's value itself."""

@@ -108,7 +108,7 @@ def test_rows_are_not_gathered_twice(mirrored):
     )
 
 
-def test_replicas_that_train_apart_gather_nothing():
+def test_steps_of_local_sgd_gather_nothing():
     local = tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1", sync=LocalSGD(every=2))
     assert gathers(local, keras.losses.Dice()) == 0
 
