@@ -125,6 +125,18 @@ def test_task_without_steps_is_ended_as_hung(hang, launch):
     assert len(events(launch, "attempt")) == 2
 
 
+def test_a_task_that_makes_a_step_after_all_is_not_hung(launch):
+    """It goes on when the launcher has asked it for its stacks."""
+    script = STEPS + (
+        "import pathlib\nlog = pathlib.Path('runs/latest/worker-0.log')\nsteps(1, 5)\n"
+        "while 'most recent call first' not in log.read_text(): time.sleep(0.01)\nsteps(6, 8)\n"
+    )
+    code, _, err = launch.run("--restarts", "1", "--hang-timeout", "1", script=script)
+    assert code == 0, err
+    assert "hung" not in err
+    assert len(events(launch, "attempt")) == 1
+
+
 def test_hung_worker_is_blamed_not_its_waiting_peers(launch):
     script = STEPS + "\ndef all_reduce(): time.sleep(600)\n"
     script += (

@@ -409,9 +409,7 @@ class Supervisor:
         if any(process.seconds_silent(self._hang_timeouts) is not None for process in group):
             # The last heartbeat of the task for which these wait may be slightly later.
             half = {phase: seconds / 2 for phase, seconds in self._hang_timeouts.items()}
-            self._blame(
-                group, [process for process in group if process.seconds_silent(half) is not None]
-            )
+            self._blame(group, half)
 
     def _within_a_fit(self, group: Sequence[Process]) -> list[str]:
         """Return the names of the tasks that train; none if one of them is outside of a fit."""
@@ -434,10 +432,21 @@ class Supervisor:
             return True
         return bool(phases) and set(phases) == {Phase.RUNNING}
 
-    def _blame(self, group: list[Process], silent: list[Process]) -> None:
-        """Find the hung task among those that wait for each other."""
+    def _blame(self, group: list[Process], bounds: Mapping[str, float]) -> None:
+        """Find the hung task among those that wait for each other.
+
+        A task that ends its silence while the stacks are written is not hung.
+
+        Args:
+            group: All tasks of this host.
+            bounds: Seconds by `Phase` after which a task is silent.
+        """
+        silent = [process for process in group if process.seconds_silent(bounds) is not None]
         stopped = stopped_among(silent)
         self._stacks([process for process in silent if process not in stopped])
+        silences = {process: process.seconds_silent(bounds) for process in silent}
+        if None in silences.values():
+            return  # a step, or an end: the others may have waited for that
         # In a collective the main thread is inside TensorFlow, but not in a task that hangs in user
         # code.
         in_user_code = [
@@ -450,7 +459,6 @@ class Supervisor:
             process for process in silent if (position_of(process.heartbeat) or (0, 0)) == earliest
         ]
         culprit = (stopped or in_user_code or at_earliest)[0]
-        seconds = culprit.seconds_silent(dict.fromkeys(self._hang_timeouts, 0.0)) or 0.0
         heartbeat = culprit.heartbeat
         position = (
             ""
@@ -458,7 +466,9 @@ class Supervisor:
             else f" after step {heartbeat.step} of epoch {heartbeat.epoch + 1}"
         )
         reason = "; it is stopped (SIGSTOP, a debugger)" if culprit in stopped else ""
-        culprit.hang = f"made no step for {seconds:.0f} s{position}, and was killed as hung{reason}"
+        culprit.hang = (
+            f"made no step for {silences[culprit]:.0f} s{position}, and was killed as hung{reason}"
+        )
 
     def _stacks(self, group: list[Process]) -> None:
         """Ask all processes to write their stacks to their logs."""

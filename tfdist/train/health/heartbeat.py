@@ -48,6 +48,7 @@ class Heartbeat:
         self.step = 0
         self._length: int | None = None
         self._stepped = False
+        self._phase = Phase.IDLE
 
     def begin(self, epoch: int, length: int | None) -> None:
         """Start a fit.
@@ -98,7 +99,23 @@ class Heartbeat:
 
     def beat(self, phase: str) -> None:
         """Send a heartbeat with a phase of `launch_protocol.Phase`."""
+        self._phase = phase
         self._progress.beat(phase, self.epoch, self.step, self.total)
+
+    def beat_within_fit(self, phase: str) -> None:
+        """Send a heartbeat with a phase if a `fit` or `evaluate` is running."""
+        if self._phase != Phase.IDLE:
+            self.beat(phase)
+
+    def expect_tracing(self, function: Any) -> None:
+        """Send a heartbeat before Keras builds and traces a function within a fit.
+
+        Args:
+            function: The model's `test_function` or `predict_function`; None unless Keras has made
+                it.
+        """
+        if function is None:
+            self.beat_within_fit(Phase.TRACING)
 
     @property
     def total(self) -> int:

@@ -55,6 +55,7 @@ class Coordinator(Hooks):
         self._training_stream: Stream | None = None  # of the running fit
         self._steps_per_epoch: int | None = None  # None unless given
         self.heartbeat = Heartbeat(is_chief=True)
+        pool.on_progress = lambda: self.heartbeat.beat_within_fit(Phase.RUNNING)
         strategy.tfdist_engine = self
 
     # --- fit, evaluate, predict -------------------------------------------------------------------
@@ -98,6 +99,7 @@ class Coordinator(Hooks):
                 )
             }
         _check_end("evaluate", call["x"], call["steps"], "steps")
+        self.heartbeat.expect_tracing(model.test_function)
         with self._during("evaluate", call["x"]):
             return keras_method(model, **call["kwargs"])
 
@@ -107,6 +109,7 @@ class Coordinator(Hooks):
         _undistribute("predict", call, "x")
         self._check(model)
         _check_end("predict", call["x"], call["steps"], "steps")
+        self.heartbeat.expect_tracing(model.predict_function)
         with self._during("predict", None):
             return keras_method(model, **call["kwargs"])
 

@@ -90,6 +90,7 @@ class Pool:
         timeout: Time in seconds to wait for a worker if none is left, and for one work item.
 
     Attributes:
+        on_progress: Function that `wait` calls when items are done, default none.
         requeued: Number of work items given to another worker since the pool was opened. A lost
             worker may still complete its own run of them.
     """
@@ -106,6 +107,9 @@ class Pool:
         self._queue: collections.deque = collections.deque()
         self._running: dict[int, Running] = {}
         self._error: BaseException | None = None
+        self.on_progress: Callable[[], None] = lambda: None
+        self._done = 0  # items since the strategy was made
+        self._reported = 0  # of these
         self._session = 0  # odd while open
         self._lost: set[int] = set()
         self._idle_since: float | None = None
@@ -142,6 +146,9 @@ class Pool:
             TimeoutError: If no worker is left, or a worker takes too long. The message names them.
         """
         while True:
+            if self._done > self._reported:
+                self._reported = self._done
+                self.on_progress()
             with self.changed:
                 if self._error is not None:
                     break
@@ -275,6 +282,7 @@ class Pool:
                         del self._running[worker]
                     if not running.abandoned:
                         owner.done(running.items, result)
+                        self._done += len(running.items)
                     self.changed.notify_all()
 
     def _take(self, session: int, worker: int) -> tuple[Owner, Running] | None:

@@ -255,6 +255,7 @@ class Engine(Hooks):
     def evaluate(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         """Run `keras.Model.evaluate`, each step on all replicas."""
         call = bind(keras_method, model, args, kwargs)
+        self.heartbeat.expect_tracing(model.test_function)
         if isinstance(call["callbacks"], keras.callbacks.CallbackList):  # the validation of a fit
             with self._during("evaluate"):
                 return keras_method(model, **call["kwargs"])
@@ -289,6 +290,7 @@ class Engine(Hooks):
         }
         self._agree(model, expected_equal, callbacks, False)
         self._replica_state(model).sync_replicas()
+        self.heartbeat.expect_tracing(model.predict_function)
         with self._during("predict"):
             return keras_method(model, **call["kwargs"])
 
@@ -346,7 +348,7 @@ class Engine(Hooks):
         check_stateful(model, self.placement.replicas, "replicas")
         if force or not isinstance(model.predict_function, Predictor):
             model.predict_function = Predictor(
-                self._strategy, self.placement, self.host, model, self.watchdog
+                self._strategy, self.placement, self.host, model, self.watchdog, self.heartbeat
             )
         return model.predict_function
 

@@ -12,6 +12,8 @@ from tfdist.keras_compat.flat_calls import FlatFunction
 from tfdist.keras_compat.table_lookups import tables_updated
 from tfdist.parallel.placement import Placement
 from tfdist.parallel.sharding import layouts
+from tfdist.runtime.launch_protocol import Phase
+from tfdist.train.health.heartbeat import Heartbeat
 from tfdist.train.health.watchdog import Watchdog
 from tfdist.train.synchronous.compiled_step import can_compile
 from tfdist.train.synchronous.feed import Batch, batch_of, replica_rows, without_optionals
@@ -29,12 +31,14 @@ class Predictor:
         host: str,
         model: keras.Model,
         watchdog: Watchdog,
+        heartbeat: Heartbeat,
     ):
         self._strategy = strategy
         self._placement = placement
         self._host = host
         self.model = model
         self._watchdog = watchdog
+        self._heartbeat = heartbeat
         self._graph = FlatFunction(
             tf.function(self._predict, autograph=False, reduce_retracing=True)
         )
@@ -54,7 +58,9 @@ class Predictor:
             self._compiles = self._decide_on_xla(batches[0])
         function = self._predict if self.model.run_eagerly else self._graph
         with self._watchdog.bound():
-            return function(batches)
+            outputs = function(batches)
+        self._heartbeat.beat_within_fit(Phase.RUNNING)
+        return outputs
 
     def _decide_on_xla(self, batch: Batch) -> bool:
         if not self._strategy.tfdist_engine.asks_for_xla(self.model):

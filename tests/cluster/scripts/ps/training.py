@@ -6,9 +6,11 @@ import tempfile
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdist
+from tests import heartbeats
 from tests.cluster.scripts.ps.base import (
     BATCH,
     ROWS,
@@ -437,6 +439,12 @@ def tensorflow_checkpoints(strategy):
         path
     ).assert_existing_objects_matched()
     assert (weight(other), int(other.optimizer.iterations.numpy())) == (-2 * STEPS, 2 * STEPS)
+
+
+@feature
+def heartbeats_in_a_fit(strategy):
+    with pytest.MonkeyPatch.context() as patch:
+        heartbeats.check(strategy, f"{tempfile.mkdtemp()}/progress", patch)
 
 
 @feature
