@@ -99,6 +99,11 @@ def tfdist_fsdp(job: Job) -> tuple[int, Measures]:
     return tfdist_fit(job, sharded=True)
 
 
+def tfdist_independent(job: Job) -> tuple[int, Measures]:
+    """Train as one worker alone, while the others do the same."""
+    return tfdist_fit(dataclasses.replace(job, cluster=ClusterSpec.local(1).for_task("worker", 0)))
+
+
 def tf_keras_fit(job: Job) -> tuple[int, Measures]:
     """Train by Keras 2 `fit` under TensorFlow's own strategy."""
     strategy = _stock_strategy(job)
@@ -210,6 +215,7 @@ def ddp(job: Job) -> tuple[int, Measures]:
 FRAMEWORKS = {
     "tfdist": tfdist_fit,
     "tfdist_fsdp": tfdist_fsdp,
+    "tfdist_independent": tfdist_independent,
     "tf_keras": tf_keras_fit,
     "hand_loop": hand_loop,
     "ddp": ddp,
