@@ -6,6 +6,7 @@ Test who writes which file, who resumes where, and which of their mistakes are n
 import csv
 import json
 import pickle
+import re
 
 import keras
 import numpy as np
@@ -83,6 +84,17 @@ def test_both_workers_report_the_same(job):
 def test_only_the_chief_writes(job):
     assert not (job.directory / "rank-1").exists() or job.files("rank-1") == []
     assert not (job.directory / "rank-1.csv").exists()
+
+
+def test_a_worker_that_saves_to_another_path_than_the_chief_is_told_once(job):
+    chief, other = job.logs
+    assert other.count("worker:1 has not written") == 1, other
+    assert re.search(
+        r"worker:1 has not written '.*/rank-1/\S+': in model.save_weights\(\) only worker:0 "
+        r"writes, and has written '.*/rank-0/\S+'\. To load the file .* pass the same path",
+        other,
+    ), other
+    assert "has not written" not in chief
 
 
 def test_files_of_the_chief_are_complete(job):

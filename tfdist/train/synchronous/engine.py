@@ -145,6 +145,7 @@ class Engine(Hooks):
         self.heartbeat = Heartbeat(placement.is_chief)
         self.watchdog = Watchdog(timeout, placement)
         self._saves = 0  # calls of save, save_weights and export, which all workers make
+        self._warned_of_paths = False
         strategy.tfdist_engine = self
 
     def use(self, policy: Policy) -> None:
@@ -642,6 +643,7 @@ class Engine(Hooks):
         self._replica_state(model).gather()
         self._saves += 1
         saved = f"tfdist/saved/{self._saves}"
+        path = str(args[0] if args else kwargs.get("filepath", ""))
         with self.gathered(model, exports=keras_method.__name__ == "export"):
             if self.placement.is_chief:
                 ended = "failed"
@@ -649,7 +651,7 @@ class Engine(Hooks):
                     # Nothing in it may wait for the other workers, or make this one differ.
                     with leave_scope(), unchanged_by_saving(model):
                         result = keras_method(model, *args, **kwargs)
-                    ended = "written"
+                    ended = f"written {path}"
                     return result
                 finally:
                     if self.placement.workers > 1:
@@ -672,6 +674,19 @@ class Engine(Hooks):
             raise RuntimeError(
                 f"{self.placement.task(0)} failed in model.{keras_method.__name__}(); its log says "
                 "why."
+            )
+        written = end.removeprefix("written ")
+        if written != path and not self._warned_of_paths:
+            self._warned_of_paths = True
+            log.warning(
+                "%s has not written %r: in model.%s() only %s writes, and has written %r. To load "
+                "the file in all workers, pass the same path in all of them (directories of "
+                "tempfile differ).",
+                self.placement.task(self.placement.rank),
+                path,
+                keras_method.__name__,
+                self.placement.task(0),
+                written,
             )
         return None
 
