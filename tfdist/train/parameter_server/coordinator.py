@@ -55,7 +55,6 @@ class Coordinator(Hooks):
         self._training_stream: Stream | None = None  # of the running fit
         self._steps_per_epoch: int | None = None  # None unless given
         self.heartbeat = Heartbeat(is_chief=True)
-        pool.on_progress = lambda: self.heartbeat.beat_within_fit(Phase.RUNNING)
         strategy.tfdist_engine = self
 
     # --- fit, evaluate, predict -------------------------------------------------------------------
@@ -117,7 +116,7 @@ class Coordinator(Hooks):
         """Run `keras.Model.train_on_batch` on the workers."""
         self._check(model)
         self._watches = {}
-        with self._pool.open():
+        with self._pool.open(self._report_progress):
             try:
                 return keras_method(model, *args, **kwargs)
             finally:
@@ -267,13 +266,16 @@ class Coordinator(Hooks):
         # Keras also makes data sets of arrays, which are in this process, and of generators, which
         # cannot be sent to workers.
         self._by_workers = self._reading != "coordinator" and isinstance(data, tf.data.Dataset)
-        with contextlib.nullcontext() if outer[0] else self._pool.open():
+        with contextlib.nullcontext() if outer[0] else self._pool.open(self._report_progress):
             try:
                 yield
             finally:
                 self._kind, self._active, self._by_workers = outer
                 if outer[0] is None:
                     self.heartbeat.end()
+
+    def _report_progress(self) -> None:
+        self.heartbeat.beat_within_fit(Phase.RUNNING)
 
     def _check(self, model: keras.Model) -> None:
         check_optimizer(model, self._strategy)

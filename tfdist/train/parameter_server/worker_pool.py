@@ -90,7 +90,6 @@ class Pool:
         timeout: Time in seconds to wait for a worker if none is left, and for one work item.
 
     Attributes:
-        on_progress: Function that `wait` calls when items are done, default none.
         requeued: Number of work items given to another worker since the pool was opened. A lost
             worker may still complete its own run of them.
     """
@@ -107,7 +106,7 @@ class Pool:
         self._queue: collections.deque = collections.deque()
         self._running: dict[int, Running] = {}
         self._error: BaseException | None = None
-        self.on_progress: Callable[[], None] = lambda: None
+        self._on_progress: Callable[[], None] = lambda: None
         self._done = 0  # items since the strategy was made
         self._reported = 0  # of these
         self._session = 0  # odd while open
@@ -117,8 +116,13 @@ class Pool:
 
     # --- In the main thread -----------------------------------------------------------------------
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Let the workers take items in the context, and cancel unfinished items at its end."""
+    def open(self, on_progress: Callable[[], None]) -> Iterator[None]:
+        """Let the workers take items in the context, and cancel unfinished items at its end.
+
+        Args:
+            on_progress: Function that `wait` calls when items are done.
+        """
+        self._on_progress = on_progress
         self._session += 1
         self._error = None
         self._idle_since = None
@@ -148,7 +152,7 @@ class Pool:
         while True:
             if self._done > self._reported:
                 self._reported = self._done
-                self.on_progress()
+                self._on_progress()
             with self.changed:
                 if self._error is not None:
                     break
