@@ -8,11 +8,19 @@ from tfdist.runtime.launch_protocol import PROGRESS_FILE, Phase, progress, read_
 from tfdist.train.health.heartbeat import Heartbeat
 
 
-def check(strategy, path: str, patch: pytest.MonkeyPatch) -> None:
-    """Check them under a strategy, whose heartbeats go to a file from then on."""
-    patch.setenv(PROGRESS_FILE, path)
-    progress.cache_clear()
-    patch.setattr(strategy.tfdist_engine, "heartbeat", Heartbeat(is_chief=True))
+def check(strategy, path: str) -> None:
+    """Check them under a strategy, whose heartbeats go to a file meanwhile."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PROGRESS_FILE, path)
+            progress.cache_clear()
+            patch.setattr(strategy.tfdist_engine, "heartbeat", Heartbeat(is_chief=True))
+            _check(strategy, path)
+    finally:
+        progress.cache_clear()
+
+
+def _check(strategy, path: str) -> None:
     traced = {"evaluate": set(), "predict": set()}
     seen = []
 

@@ -435,7 +435,7 @@ class Supervisor:
     def _blame(self, group: list[Process], bounds: Mapping[str, float]) -> None:
         """Find the hung task among those that wait for each other.
 
-        A task that ends its silence while the stacks are written is not hung.
+        None is hung yet if one of them goes on or ends while the stacks are written.
 
         Args:
             group: All tasks of this host.

@@ -107,8 +107,7 @@ class Pool:
         self._running: dict[int, Running] = {}
         self._error: BaseException | None = None
         self._on_progress: Callable[[], None] = lambda: None
-        self._done = 0  # items since the strategy was made
-        self._reported = 0  # of these
+        self._progressed = False  # items are done that `wait` has not reported
         self._session = 0  # odd while open
         self._lost: set[int] = set()
         self._idle_since: float | None = None
@@ -150,8 +149,8 @@ class Pool:
             TimeoutError: If no worker is left, or a worker takes too long. The message names them.
         """
         while True:
-            if self._done > self._reported:
-                self._reported = self._done
+            if self._progressed:
+                self._progressed = False
                 self._on_progress()
             with self.changed:
                 if self._error is not None:
@@ -286,7 +285,7 @@ class Pool:
                         del self._running[worker]
                     if not running.abandoned:
                         owner.done(running.items, result)
-                        self._done += len(running.items)
+                        self._progressed = True
                     self.changed.notify_all()
 
     def _take(self, session: int, worker: int) -> tuple[Owner, Running] | None:

@@ -15,7 +15,7 @@ import tfdist
 from tests import heartbeats
 from tests.parity.cases import CROSSENTROPY, GLOBAL_BATCH, STEPS, Steps, data, dataset
 from tfdist.runtime.goodput import CATEGORIES, REMEDIES
-from tfdist.runtime.launch_protocol import Phase, progress
+from tfdist.runtime.launch_protocol import Phase
 from tfdist.train.synchronous import loop, worker_callbacks
 from tfdist.train.synchronous.loop import Runner
 from tfdist.train.synchronous.predict import Predictor
@@ -614,10 +614,8 @@ def test_predictions_of_any_structure_come_in_the_order_of_rows(mirrored):
     np.testing.assert_array_equal(model.predict_on_batch(x[:3])["rows"], x[:3].sum(-1))
 
 
-def test_predictions_and_evaluations_in_a_fit_send_heartbeats(mirrored, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        heartbeats.check(mirrored, str(tmp_path / "progress"), patch)
-    progress.cache_clear()
+def test_predictions_and_evaluations_in_a_fit_send_heartbeats(mirrored, tmp_path):
+    heartbeats.check(mirrored, str(tmp_path / "progress"))
 
 
 @pytest.mark.parametrize(
