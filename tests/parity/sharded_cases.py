@@ -116,6 +116,33 @@ class Penalized(keras.layers.Dense):
         return y
 
 
+class Derived(keras.Model):
+    """Return values of an inner model and their first and second derivatives by the inputs.
+
+    Networks that solve differential equations, and penalties of gradients, are trained through
+    these.
+    """
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        self.built = True
+
+    def call(self, x, training=None):
+        x = tf.convert_to_tensor(x)
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = self.inner(x, training=training)
+            slope = tape.gradient(y, x)
+        curvature = outer.gradient(slope, x)
+        terms = [tf.reduce_sum(slope**2, 1, True), tf.reduce_sum(curvature, 1, True)]
+        return tf.concat([y, *[0.01 * x for x in terms]], 1)
+
+
 def mlp(dropout=0.3, first=keras.layers.Dense, **of_first):
     return keras.Sequential(
         [
@@ -137,6 +164,22 @@ def wide():
             keras.layers.Dense(3),
         ]
     )
+
+
+def derived(width=7):
+    model = Derived(
+        keras.Sequential(
+            [
+                keras.Input([5]),
+                keras.layers.Dense(width, "tanh"),
+                keras.layers.Dense(width, "tanh"),
+                keras.layers.LayerNormalization(),
+                keras.layers.Dense(3),
+            ]
+        )
+    )
+    model.build((None, 5))
+    return model
 
 
 def frozen():
@@ -303,6 +346,13 @@ OF_PROCESSES = {
         ("fsdp products", "fsdp products alone"),
         tolerance=2e-6,
         saved=True,
+    ),
+    "derivatives": Case(derived, lambda: keras.optimizers.SGD(0.1), ("zero2", "fsdp", "fsdp keep")),
+    "wide derivatives": Case(
+        lambda: derived(516),
+        lambda: keras.optimizers.SGD(0.01),
+        ("zero2", "fsdp", "fsdp products"),
+        tolerance=2e-6,
     ),
     "lstm adam of four": Case(
         lstm, lambda: keras.optimizers.Adam(0.01, clipnorm=0.1), ("zero1", "fsdp"), "words"

@@ -10,7 +10,7 @@ from tests.parity.sharded_cases import CASES, FEATURES, OF_PROCESSES, compare
 
 SETUPS = {  # name: strategy, devices, processes, cases
     "mirrored-2": ("mirrored", "2", 1, *CASES),
-    "features": ("mirrored", "2", 1, *FEATURES),
+    "features": ("mirrored", "2", 1, *FEATURES, "derivatives", "wide derivatives"),
     "mirrored-4": ("mirrored", "4", 1, "cnn rmsprop", "transformer adamw"),
     "workers-2": (
         "multi_worker_mirrored",
@@ -21,6 +21,8 @@ SETUPS = {  # name: strategy, devices, processes, cases
         "recommender lazy adam",
         "outlier",
         "wide sgd",
+        "derivatives",
+        "wide derivatives",
         "left alone",
     ),
     "workers-4": ("multi_worker_mirrored", "-", 4, "cnn rmsprop", "lstm adam of four", "wide sgd"),

@@ -84,20 +84,28 @@ def reduce_scatter(
     result: list[tf.Tensor | None] = [None] * len(tensors)
     for number, bucket in enumerate(plan):
         if members := {i: x for i in bucket if (x := tensors[i]) is not None}:
-            sums = _exchange_packed(
-                list(members.values()),
-                1,
-                0,
-                functools.partial(
-                    group.reduce_scatter,
-                    name=f"{name} {number}",
-                    comm_dtype=comm_dtype,
-                    factor=factor,
-                ),
+            sums = reduce_scatter_bucket(
+                group, list(members.values()), f"{name} {number}", comm_dtype, factor
             )
             for i, part in zip(members, sums, strict=True):
                 result[i] = part
     return result
+
+
+def reduce_scatter_bucket(
+    group: Group,
+    tensors: list[tf.Tensor],
+    name: str,
+    comm_dtype: str | None = None,
+    factor: Weight = 1.0,
+) -> list[tf.Tensor]:
+    """Return what `reduce_scatter` does, of the tensors of one bucket; `name` is its own."""
+    return _exchange_packed(
+        tensors,
+        1,
+        0,
+        functools.partial(group.reduce_scatter, name=name, comm_dtype=comm_dtype, factor=factor),
+    )
 
 
 def all_gather(

@@ -292,10 +292,8 @@ class FSDP(Store):
         with self.bounded():
             # Gradients of a custom training loop flow through this branch too.
             if not self.scoped and not self.in_train_function and tf.executing_eagerly():
-                return self._exact.gather_with_gradient(
-                    [variable], f"{OUTSIDE}{name}", [], variable.dtype
-                )[0]
-            return self._gathering.gather_with_gradient(
+                return self._exact.gather([variable], f"{OUTSIDE}{name}", [], variable.dtype)[0]
+            return self._gathering.gather(
                 [variable], self._read_name(variable, "read"), [], variable.dtype
             )[0]
 

@@ -9,6 +9,7 @@ arXiv:1404.5997, trained the large dense layers of convolutional networks in suc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -45,7 +46,7 @@ class ProductPart(KernelPart):
         # In a branch or loop of the layer, perhaps not all replicas are in the same place. They
         # are in the graph in which the unit was called.
         with self._graph.as_default():
-            return self._gathering.gather_with_gradient(
+            return self._gathering.gather(
                 [self._kernel], self._next_name(), [], self._kernel.dtype
             )[0]
 
@@ -81,52 +82,159 @@ def _product(gathering: Gathering, x: tf.Tensor, part: tf.Tensor, name: str) -> 
     Returns:
         Product, `[rows, outputs]`.
     """
-    forward, backward = gathering.forward_group, gathering.backward_group
-    replicas = forward.size
-    width, outputs = part.shape
     rows = tf.shape(x)[0]
     # Rows may be chosen by their values, so that even batches do not tell how many there are.
     own_facts = tf.stack([tf.cast(rows, tf.float64), tf.cast(gathering.scale(), tf.float64)])
-    facts = forward.all_gather(own_facts, f"{name} rows and scale")
+    facts = gathering.forward_group.all_gather(own_facts, f"{name} rows and scale")
     most = tf.maximum(tf.cast(tf.reduce_max(facts[:, 0]), tf.int32), 1)  # none: nothing to send
-    scales = facts[:, 1:]
+    exchange = _Exchange(gathering, name, facts[:, 1:], *part.shape)
+    padded = tf.pad(x, [[0, most - rows], [0, 0]])
+    return exchange.summed(exchange.multiplied(exchange.sent(padded), part))[:rows]
+
+
+class _Exchange:
+    """Steps of one product, each of which is the derivative of another one.
+
+    So there are derivatives of any order. Those of what belongs to a replica's rows are of its own
+    loss. Those of the kernel's part are of the sum of all losses, each times its replica's scale.
+
+    Args:
+        gathering: Collectives of the kernel.
+        name: Name of the product.
+        scales: Scale of each replica's gradients, float64 `[replicas, 1]`.
+        width: Number of a kernel's rows that each replica holds: `inputs / replicas`.
+        outputs: Number of the kernel's columns.
+    """
+
+    def __init__(
+        self, gathering: Gathering, name: str, scales: tf.Tensor, width: int, outputs: int
+    ):
+        self._gathering = gathering
+        self._name = name
+        self._scales = scales
+        self._replicas = gathering.forward_group.size
+        self._width = width
+        self._outputs = outputs
+
+    def sent(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the inputs that belong to this replica's part, of the rows of all replicas.
+
+        Args:
+            x: Rows of this replica, `[most, inputs]`.
+
+        Returns:
+            Tensor `[replicas * most, width]`.
+        """
+
+        def send(x):
+            by_part = tf.transpose(tf.reshape(x, [-1, self._replicas, self._width]), [1, 0, 2])
+            received = self._gathering.forward_group.all_to_all(by_part, f"{self._name} inputs")
+            return tf.reshape(received, [-1, self._width])
+
+        return _derived(send, self.returned)(x)
+
+    def returned(self, by_part: tf.Tensor) -> tf.Tensor:
+        """Return what `sent` took apart, `[most, inputs]`."""
+
+        def send_back(by_part):
+            received = self._gathering.backward_group.all_to_all(
+                tf.reshape(by_part, [self._replicas, -1, self._width]),
+                f"{self._name} gradients of inputs",
+            )
+            return tf.reshape(tf.transpose(received, [1, 0, 2]), [-1, self._replicas * self._width])
+
+        return _derived(send_back, self.sent)(by_part)
+
+    def summed(self, addends: tf.Tensor) -> tf.Tensor:
+        """Return this replica's rows of the sum of all parts' products.
+
+        Args:
+            addends: Products of a part, `[replicas * most, outputs]`.
+
+        Returns:
+            Tensor `[most, outputs]`.
+        """
+
+        def add(addends):
+            x, sent_in = tf.reshape(addends, [self._replicas, -1]), None
+            if x.dtype.size <= 2:  # sent as they are, and summed in 32 bits
+                x, sent_in = tf.cast(x, tf.float32), x.dtype.name
+            total = self._gathering.forward_group.reduce_scatter(
+                x, f"{self._name} outputs", sent_in
+            )
+            return tf.reshape(tf.cast(total, addends.dtype), [-1, self._outputs])
+
+        return _derived(add, self.spread)(addends)
+
+    def spread(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return the rows `[most, outputs]` of all replicas, `[replicas * most, outputs]`."""
+
+        def gather(rows):
+            received = self._gathering.backward_group.all_gather(
+                tf.reshape(rows, [-1]), f"{self._name} gradients"
+            )
+            return tf.reshape(received, [-1, self._outputs])
+
+        return _derived(gather, self.summed)(rows)
+
+    def multiplied(self, inputs: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+        """Return `inputs @ part`."""
+
+        def multiply(inputs, part):
+            return tf.matmul(inputs, self._kernel(part, inputs.dtype))
+
+        return _derived(
+            multiply,
+            lambda upstream: self.multiplied_back(upstream, part),
+            lambda upstream: self.of_part(inputs, upstream, part.dtype),
+        )(inputs, part)
+
+    def multiplied_back(self, of_outputs: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+        """Return `of_outputs @ transpose(part)`."""
+
+        def multiply(of_outputs, part):
+            return gradient_of_inputs(of_outputs, self._kernel(part, of_outputs.dtype), None)
+
+        return _derived(
+            multiply,
+            lambda upstream: self.multiplied(upstream, part),
+            lambda upstream: self.of_part(upstream, of_outputs, part.dtype),
+        )(of_outputs, part)
+
+    def of_part(self, inputs: tf.Tensor, of_outputs: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """Return `transpose(inputs) @ of_outputs`, with each replica's rows times its scale."""
+
+        def multiply(inputs, of_outputs):
+            weighed = tf.math.multiply_no_nan(
+                tf.cast(tf.reshape(of_outputs, [self._replicas, -1, self._outputs]), dtype),
+                tf.cast(self._scales[..., None], dtype),
+            )
+            weighed = tf.cast(tf.reshape(weighed, [-1, self._outputs]), inputs.dtype)
+            return tf.cast(tf.matmul(inputs, weighed, transpose_a=True), dtype)
+
+        return _derived(
+            multiply,
+            lambda upstream: self.multiplied_back(of_outputs, upstream),
+            lambda upstream: self.multiplied(inputs, upstream),
+        )(inputs, of_outputs)
+
+    def _kernel(self, part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        rounded = tf.cast(part, self._gathering.gather_dtype or part.dtype)
+        return tf.cast(rounded, dtype)
+
+
+def _derived(
+    function: Callable[..., tf.Tensor], *derivatives: Callable[[tf.Tensor], tf.Tensor]
+) -> Callable[..., tf.Tensor]:
+    """Return a function of tensors with a derivative by each of them.
+
+    Args:
+        function: Function of tensors.
+        derivatives: Function, for each tensor, from the gradient of the result to its own.
+    """
 
     @tf.custom_gradient
-    def multiply(x: tf.Tensor, part: tf.Tensor):
-        rounded = tf.cast(part, gathering.gather_dtype or part.dtype)
-        kernel = tf.cast(rounded, x.dtype)
-        by_part = tf.transpose(tf.reshape(x, [-1, replicas, width]), [1, 0, 2])
-        # Inputs of all replicas, `[replicas * most, width]`.
-        inputs = tf.reshape(forward.all_to_all(by_part, f"{name} inputs"), [-1, width])
-        addends = tf.reshape(tf.matmul(inputs, kernel), [replicas, -1])
-        sent_in = None
-        if x.dtype.size <= 2:  # sent as they are, and summed in 32 bits
-            addends, sent_in = tf.cast(addends, tf.float32), x.dtype.name
-        total = forward.reduce_scatter(addends, f"{name} outputs", sent_in)
+    def derived(*tensors):
+        return function(*tensors), lambda upstream: [each(upstream) for each in derivatives]
 
-        def grad(upstream: tf.Tensor):
-            sent = tf.reshape(upstream, [-1])
-            of_outputs = tf.reshape(
-                backward.all_gather(sent, f"{name} gradients"), [replicas, -1, outputs]
-            )
-            of_parts = tf.reshape(
-                gradient_of_inputs(tf.reshape(of_outputs, [-1, outputs]), kernel, None),
-                [replicas, -1, width],
-            )
-            of_inputs = backward.all_to_all(of_parts, f"{name} gradients of inputs")
-            of_x = tf.reshape(tf.transpose(of_inputs, [1, 0, 2]), tf.shape(x))
-            weighed = tf.math.multiply_no_nan(
-                tf.cast(of_outputs, part.dtype), tf.cast(scales[..., None], part.dtype)
-            )
-            of_part = tf.matmul(
-                inputs,
-                tf.cast(tf.reshape(weighed, [-1, outputs]), inputs.dtype),
-                transpose_a=True,
-            )
-            return of_x, tf.cast(of_part, part.dtype)
-
-        return tf.reshape(tf.cast(total, x.dtype), [-1, outputs]), grad
-
-    padded = tf.pad(x, [[0, most - rows], [0, 0]])
-    result = freed_with_graph([multiply(padded, part)])[0]
-    return result[:rows]
+    return lambda *tensors: freed_with_graph([derived(*tensors)])[0]

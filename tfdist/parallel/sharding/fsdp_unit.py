@@ -197,9 +197,7 @@ class Unit:
             if id(v) in kernels
         }
         if gathered:
-            whole = self._gathering.gather_with_gradient(
-                gathered, name, gates, self._layer.compute_dtype
-            )
+            whole = self._gathering.gather(gathered, name, gates, self._layer.compute_dtype)
             values |= self._whole_values(gathered, whole)
         with compat.replaced_shards(values):
             return self._keras_call(*args, **kwargs)
@@ -259,7 +257,7 @@ class Unit:
             inputs = list(everything[:first])
             own = everything[first:second]
             before = everything[second:]
-            whole = self._gathering.gather(self._weights, own, f"{name} forward", gates, dtype)
+            whole = self._gathering.gather(self._weights, f"{name} forward", gates, dtype, own)
             results_of_forward.whole = None if tf.executing_eagerly() else whole
             result = self._compute(arguments.packed(inputs), whole, before, call_context)
             results_of_forward.outputs, results_of_forward.updates, results_of_forward.losses = (
@@ -277,7 +275,7 @@ class Unit:
                     again_whole = results_of_forward.whole
                 else:
                     again_whole = self._gathering.gather(
-                        self._weights, own, f"{name} backward", again, dtype
+                        self._weights, f"{name} backward", again, dtype, own
                     )
                 with tf.control_dependencies(ready):
                     inputs_again = [tf.identity(x) for x in inputs]

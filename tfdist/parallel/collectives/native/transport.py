@@ -15,7 +15,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import numpy as np
 import tensorflow as tf
@@ -136,7 +135,7 @@ class Transport:
             for x in tensors
         ]
         exchange = self._exchange
-        operations = _operations()
+        operations = library.operations()
         factors = [] if isinstance(factor, float) and factor == 1.0 else [factor]
         if not self.shares_memory or operations is None:
             tensors, factors = weighted(tensors, factor), []
@@ -228,17 +227,14 @@ def open_transport(
     return Transport(exchange, names, kind)
 
 
-@functools.cache
-def _operations() -> ModuleType | None:
-    """Return the library's operations.
-
-    There are none if the library was loaded before TensorFlow. Its functions are then called
-    through Python.
-    """
-    operations = library.operations()
-    if operations is not None:
-        tf.no_gradient("TfdistCollective")
-    return operations
+@tf.RegisterGradient("TfdistCollective")
+def _refuse_gradient(operation: tf.Operation, *_) -> None:
+    call = tf.compat.as_str(operation.get_attr("call"))
+    raise NotImplementedError(
+        f"{call}: collectives of tfdist.parallel.Group have no gradient. For a loss of all "
+        "replicas' rows, use tfdist.all_gather_rows; for a sum, "
+        "tf.distribute.get_replica_context().all_reduce."
+    )
 
 
 def _close_in_child() -> None:

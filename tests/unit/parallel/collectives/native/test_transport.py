@@ -167,6 +167,19 @@ def test_inputs_that_are_used_later_keep_their_values(both):
         np.testing.assert_array_equal(again, total)
 
 
+@pytest.mark.parametrize("both", ["compiled", "shared memory"], indirect=True)
+def test_a_gradient_is_refused_and_not_left_out(both):
+    def on_rank(transport, rank):
+        x = tf.ones([3])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = transport.all_reduce([x], "mine: sum")[0] * 2.0
+        with pytest.raises(NotImplementedError, match=r"mine: sum: .*use tfdist.all_gather_rows"):
+            tape.gradient(y, x)
+
+    both(on_rank)
+
+
 def test_errors_reach_the_caller(both):
     def on_rank(transport, rank):
         with pytest.raises(tf.errors.OpError, match=r"out of step: worker:\d calls"):
