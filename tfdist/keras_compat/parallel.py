@@ -295,8 +295,15 @@ class Sharded(keras.Variable):
     def _direct_assign(self, value):
         if in_shards():
             self._value.assign(tf.cast(value, self._value.dtype))
-        else:
-            self.tfdist_store.assign_whole(self, tf.cast(value, self._value.dtype))
+            return
+        value = tf.cast(value, self._value.dtype)
+        self.tfdist_store.assign_whole(self, value)
+        given = getattr(_state, "given", {})
+        if (before := given.get(id(self))) is not None:
+            whole = before.whole() if isinstance(before, KernelPart) else before
+            # As after a read of an assigned variable, its gradient is that of the new value.
+            new = tf.stop_gradient(tf.cast(value, whole.dtype))
+            given[id(self)] = new + (whole - tf.stop_gradient(whole))
 
 
 class Kernel(abc.ABC):

@@ -59,6 +59,23 @@ def to_rows(x: tf.Tensor, replicas: int) -> tf.Tensor:
     return tf.reshape(flat, [replicas, part])
 
 
+def row(rows: tf.Tensor, number: int) -> tf.Tensor:
+    """Return a copy of one row.
+
+    A slice shares the memory of all rows, and would keep it alive. `tf.raw_ops.DeepCopy` does not
+    serve in a step: TensorFlow orders the stateful operations of all replicas of a graph, so that a
+    replica would wait for one that waits for it in a collective.
+
+    Args:
+        rows: Rows `[replicas, length]`, as from `to_rows`.
+        number: Number of the row.
+
+    >>> row(tf.constant([[1, 2], [3, 0]]), 1).numpy().tolist()
+    [3, 0]
+    """
+    return tf.gather(rows, number)
+
+
 def from_rows(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Restore a tensor from its rows and drop their padding.
 

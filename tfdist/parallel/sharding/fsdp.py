@@ -544,10 +544,10 @@ def _check(
         )
     if not isinstance(model, keras.Model):
         raise ValueError(f"fsdp: expected a keras.Model, received {type(model).__name__}.")
-    if not model.built or not model.trainable_weights:
+    if not model.built or not weights_of(model):
         raise ValueError(
-            f"fsdp: the model {model.name} has no trainable weights"
-            f"{'' if model.built else ' yet'}. Build it first: model.build(input_shape)."
+            f"fsdp: the model {model.name} has no weights{'' if model.built else ' yet'}. Build it "
+            "first: model.build(input_shape)."
         )
     if any(isinstance(v, Sharded) for v in model.weights):
         raise ValueError(f"fsdp: the model {model.name} is already sharded. Call fsdp(model) once.")

@@ -153,6 +153,10 @@ class Unit:
         self._batch_per_replica = batch_per_replica
         self._multiplies_few_rows = multiplies_few_rows
         self._keras_call = layer.call
+        # This one assigns its kernel when it is called.
+        self._assigns = any(
+            isinstance(x, keras.layers.SpectralNormalization) for x in compat.sublayers(layer)
+        )
         self.list_weights()
         layer.call = self._call
 
@@ -186,7 +190,7 @@ class Unit:
         name = f"{self._name} {index}"
         # A list of gradients cannot hold sparse and ragged tensors; layers that take them are not
         # recomputed.
-        recomputed = self._max_kept_bytes is not None and not kernels
+        recomputed = self._max_kept_bytes is not None and not kernels and not self._assigns
         if recomputed and len(tensors) == sum(map(tf.is_tensor, flat)):
             return self._call_recomputed(args, kwargs, name, gates, index)
         values: dict[int, Any] = {
@@ -358,6 +362,13 @@ class Unit:
         ):
             outputs = self._keras_call(*args, **kwargs)
             after_call = [scope.get_current_value(v) for v in others]
+            for v in self._weights:
+                if scope.get_current_value(v) is not None:
+                    raise ValueError(
+                        f"fsdp: {v.path} is assigned when its layer is called, which backward "
+                        "would do again. Pass reshard_after_forward=False, or assign it in "
+                        "train_step."
+                    )
         updates = [
             before if value is old else value
             for value, old, before in zip(after_call, before_call, states, strict=True)

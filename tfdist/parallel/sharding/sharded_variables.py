@@ -82,13 +82,12 @@ class Store:
         first = self.placement.first_replica
         if self.in_step():
             local_component(variable, self.group.local).assign(
-                tf.raw_ops.DeepCopy(x=parts[self.group.rank])
+                flat_shards.row(parts, self.group.rank)
             )
             return
         with self._scope():
             for i in range(self.placement.local_replicas):
-                # A slice shares the memory of the whole tensor and would keep it alive.
-                local_component(variable, i).assign(tf.raw_ops.DeepCopy(x=parts[first + i]))
+                local_component(variable, i).assign(flat_shards.row(parts, first + i))
 
     def shard_variable(
         self,

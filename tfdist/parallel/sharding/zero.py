@@ -361,18 +361,18 @@ class Zero(keras.optimizers.Optimizer):
             assigned: list = []
             # Moving averages cover all variables, also those without a gradient.
             for i in range(len(parts)) if self.inner_optimizer.use_ema else indices:
-                own = flat_shards.to_rows(
+                rows = flat_shards.to_rows(
                     tf.convert_to_tensor(local_component(self._parts.full[i], local)),
                     self.group.size,
-                )[self.group.rank]
-                # A slice shares the memory of the whole tensor and would keep it alive. One copy
-                # after the other, so that not all of them are in memory beside the last ones.
+                )
+                # One copy after the other, so that not all of them are in memory beside the last
+                # ones.
                 with tf.control_dependencies(assigned):
-                    copy = tf.raw_ops.DeepCopy(x=own)
+                    copy = flat_shards.row(rows, self.group.rank)
                 shard = local_component(self._parts.shards[i], local)
                 assigned = [shard.assign(copy, read_value=False)]
                 if self.policy.comm_dtype:
-                    before[i] = own
+                    before[i] = rows[self.group.rank]
             inner = self.inner_optimizer
             limit = self.policy.clip_norm
             with (

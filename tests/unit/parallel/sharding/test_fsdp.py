@@ -198,6 +198,75 @@ def test_frozen_weights_are_sharded_and_stay_as_they_are(two, unsharded, how):
         np.testing.assert_allclose(found, expected, atol=0.02 if "gather_dtype" in how else 1e-6)
 
 
+class Halving(keras.layers.Dense):
+    """Assign the kernel when the layer is called."""
+
+    def call(self, x):
+        self.kernel.assign(self.kernel / 2)
+        return super().call(x)
+
+
+def test_a_layer_that_assigns_its_weight_cannot_be_computed_again(two):
+    with two.scope():
+        model = keras.Sequential([keras.Input([3]), Halving(2)])
+        fsdp(model)
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"halving.*/kernel is .*Pass reshard_after_forward=False"):
+        model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
+
+
+class Teaching(keras.Model):
+    """Learn from a teacher, whose weights follow the student's."""
+
+    def __init__(self, layer, shard):
+        super().__init__()
+        self.student, self.teacher = (
+            keras.Sequential(
+                [
+                    keras.Input([3]),
+                    layer(),
+                    keras.layers.Dense(2),
+                ]
+            )
+            for _ in range(2)
+        )
+        self.teacher.trainable = False
+        for each in (self.student, self.teacher):
+            shard(each)
+
+    def train_step(self, x):
+        weights = self.student.trainable_weights
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.student(x, training=True) - self.teacher(x)) ** 2)
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        for own, new in zip(self.teacher.weights, self.student.weights, strict=True):
+            own.assign(0.9 * own + 0.1 * new)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("layer", "how"),
+    [
+        (lambda: keras.layers.SpectralNormalization(keras.layers.Dense(4)), {}),
+        (lambda: Halving(4), {"reshard_after_forward": False}),
+    ],
+    ids=["spectral", "own"],
+)
+def test_weights_that_a_layer_or_a_step_assigns_are_those_of_plain_training(two, layer, how):
+    def trained(shard):
+        keras.utils.set_random_seed(1)
+        with two.scope():
+            model = Teaching(layer, shard)
+            model.compile(keras.optimizers.SGD(0.1))
+        x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+        model.fit(x, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    sharded = trained(lambda model: fsdp(model, **how))
+    for found, expected in zip(sharded, trained(lambda model: None), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def test_lora_after_fsdp_is_refused(two):
     with two.scope():
         model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4), keras.layers.Dense(2)])

@@ -344,6 +344,39 @@ def test_unsupported_optimizers_are_named(mirrored, make, text):
     assert text in str(error.value)
 
 
+class Adversaries(keras.Model):
+    """Update two models, each by an optimizer of its own, and the first of them again."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.models = [
+            keras.Sequential([keras.Input([2]), keras.layers.Dense(2, "tanh")]) for _ in range(2)
+        ]
+        self.optimizers = [wrap(keras.optimizers.Adam(0.1)) for _ in range(2)]
+
+    def train_step(self, x):
+        for i, sign in ((0, 1), (1, -1), (0, 1)):
+            weights = self.models[i].trainable_weights
+            with tf.GradientTape() as tape:
+                loss = sign * tf.reduce_mean(self.models[1](self.models[0](x)) ** 2)
+            self.optimizers[i].apply(tape.gradient(loss, weights), weights)
+        return {}
+
+
+def test_a_step_applies_several_optimizers(mirrored):
+    def weights(wrap):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = Adversaries(wrap)
+            model.compile()
+        x = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+        model.fit(x, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for found, expected in zip(weights(zero), weights(lambda plain: plain), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def test_variables_and_gradients_that_do_not_fit_are_named(mirrored):
     with mirrored.scope():
         v = keras.Variable(np.ones(3, np.float32), name="v")
