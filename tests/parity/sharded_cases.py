@@ -117,10 +117,10 @@ class Penalized(keras.layers.Dense):
 
 
 class Derived(keras.Model):
-    """Return values of an inner model and their first and second derivatives by the inputs.
+    """Return values of an inner model, and derivatives with respect to the inputs.
 
-    Networks that solve differential equations, and penalties of gradients, are trained through
-    these.
+    These are sums of first and of second derivatives. Networks that solve differential equations,
+    and penalties of gradients, are trained through them.
     """
 
     def __init__(self, inner):

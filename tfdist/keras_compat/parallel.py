@@ -301,7 +301,7 @@ class Sharded(keras.Variable):
         given = getattr(_state, "given", {})
         if (before := given.get(id(self))) is not None:
             whole = before.whole() if isinstance(before, KernelPart) else before
-            # As after a read of an assigned variable, its gradient is that of the new value.
+            # A gradient with respect to the variable is that of its new value from now on.
             new = tf.stop_gradient(tf.cast(value, whole.dtype))
             given[id(self)] = new + (whole - tf.stop_gradient(whole))
 

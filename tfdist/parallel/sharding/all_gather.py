@@ -154,7 +154,7 @@ class Gathering:
         @tf.custom_gradient
         def total(*grads):
             def grad(*upstream):
-                # Each replica derives its own loss, so that its factor comes with the next sum.
+                # Those of the replica's own loss: its factor comes with the next sum.
                 whole = self.gather(
                     variables, f"{name} gradient", [], grads[0].dtype.name, upstream
                 )

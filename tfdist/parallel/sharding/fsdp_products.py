@@ -89,14 +89,15 @@ def _product(gathering: Gathering, x: tf.Tensor, part: tf.Tensor, name: str) -> 
     most = tf.maximum(tf.cast(tf.reduce_max(facts[:, 0]), tf.int32), 1)  # none: nothing to send
     exchange = _Exchange(gathering, name, facts[:, 1:], *part.shape)
     padded = tf.pad(x, [[0, most - rows], [0, 0]])
-    return exchange.summed(exchange.multiplied(exchange.sent(padded), part))[:rows]
+    return exchange.sum_products(exchange.multiply(exchange.send_inputs(padded), part))[:rows]
 
 
 class _Exchange:
-    """Steps of one product, each of which is the derivative of another one.
+    """Steps of one product; the gradient of each step is computed by the others.
 
-    So there are derivatives of any order. Those of what belongs to a replica's rows are of its own
-    loss. Those of the kernel's part are of the sum of all losses, each times its replica's scale.
+    So a loss may contain gradients of any order. Gradients with respect to a replica's rows are
+    those of its own loss. Gradients with respect to the kernel's part are those of the sum of all
+    losses, each times its replica's scale.
 
     Args:
         gathering: Collectives of the kernel.
@@ -116,7 +117,7 @@ class _Exchange:
         self._width = width
         self._outputs = outputs
 
-    def sent(self, x: tf.Tensor) -> tf.Tensor:
+    def send_inputs(self, x: tf.Tensor) -> tf.Tensor:
         """Return the inputs that belong to this replica's part, of the rows of all replicas.
 
         Args:
@@ -131,10 +132,10 @@ class _Exchange:
             received = self._gathering.forward_group.all_to_all(by_part, f"{self._name} inputs")
             return tf.reshape(received, [-1, self._width])
 
-        return _derived(send, self.returned)(x)
+        return _with_gradients(send, self.return_inputs)(x)
 
-    def returned(self, by_part: tf.Tensor) -> tf.Tensor:
-        """Return what `sent` took apart, `[most, inputs]`."""
+    def return_inputs(self, by_part: tf.Tensor) -> tf.Tensor:
+        """Return what `send_inputs` took apart, `[most, inputs]`."""
 
         def send_back(by_part):
             received = self._gathering.backward_group.all_to_all(
@@ -143,9 +144,9 @@ class _Exchange:
             )
             return tf.reshape(tf.transpose(received, [1, 0, 2]), [-1, self._replicas * self._width])
 
-        return _derived(send_back, self.sent)(by_part)
+        return _with_gradients(send_back, self.send_inputs)(by_part)
 
-    def summed(self, addends: tf.Tensor) -> tf.Tensor:
+    def sum_products(self, addends: tf.Tensor) -> tf.Tensor:
         """Return this replica's rows of the sum of all parts' products.
 
         Args:
@@ -164,9 +165,9 @@ class _Exchange:
             )
             return tf.reshape(tf.cast(total, addends.dtype), [-1, self._outputs])
 
-        return _derived(add, self.spread)(addends)
+        return _with_gradients(add, self.gather_rows)(addends)
 
-    def spread(self, rows: tf.Tensor) -> tf.Tensor:
+    def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         """Return the rows `[most, outputs]` of all replicas, `[replicas * most, outputs]`."""
 
         def gather(rows):
@@ -175,33 +176,35 @@ class _Exchange:
             )
             return tf.reshape(received, [-1, self._outputs])
 
-        return _derived(gather, self.summed)(rows)
+        return _with_gradients(gather, self.sum_products)(rows)
 
-    def multiplied(self, inputs: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+    def multiply(self, inputs: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
         """Return `inputs @ part`."""
 
         def multiply(inputs, part):
             return tf.matmul(inputs, self._kernel(part, inputs.dtype))
 
-        return _derived(
+        return _with_gradients(
             multiply,
-            lambda upstream: self.multiplied_back(upstream, part),
-            lambda upstream: self.of_part(inputs, upstream, part.dtype),
+            lambda upstream: self.multiply_transposed(upstream, part),
+            lambda upstream: self.kernel_gradient(inputs, upstream, part.dtype),
         )(inputs, part)
 
-    def multiplied_back(self, of_outputs: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+    def multiply_transposed(self, of_outputs: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
         """Return `of_outputs @ transpose(part)`."""
 
         def multiply(of_outputs, part):
             return gradient_of_inputs(of_outputs, self._kernel(part, of_outputs.dtype), None)
 
-        return _derived(
+        return _with_gradients(
             multiply,
-            lambda upstream: self.multiplied(upstream, part),
-            lambda upstream: self.of_part(upstream, of_outputs, part.dtype),
+            lambda upstream: self.multiply(upstream, part),
+            lambda upstream: self.kernel_gradient(upstream, of_outputs, part.dtype),
         )(of_outputs, part)
 
-    def of_part(self, inputs: tf.Tensor, of_outputs: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    def kernel_gradient(
+        self, inputs: tf.Tensor, of_outputs: tf.Tensor, dtype: tf.DType
+    ) -> tf.Tensor:
         """Return `transpose(inputs) @ of_outputs`, with each replica's rows times its scale."""
 
         def multiply(inputs, of_outputs):
@@ -212,10 +215,10 @@ class _Exchange:
             weighed = tf.cast(tf.reshape(weighed, [-1, self._outputs]), inputs.dtype)
             return tf.cast(tf.matmul(inputs, weighed, transpose_a=True), dtype)
 
-        return _derived(
+        return _with_gradients(
             multiply,
-            lambda upstream: self.multiplied_back(of_outputs, upstream),
-            lambda upstream: self.multiplied(inputs, upstream),
+            lambda upstream: self.multiply_transposed(of_outputs, upstream),
+            lambda upstream: self.multiply(inputs, upstream),
         )(inputs, of_outputs)
 
     def _kernel(self, part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -223,18 +226,18 @@ class _Exchange:
         return tf.cast(rounded, dtype)
 
 
-def _derived(
-    function: Callable[..., tf.Tensor], *derivatives: Callable[[tf.Tensor], tf.Tensor]
+def _with_gradients(
+    function: Callable[..., tf.Tensor], *gradients: Callable[[tf.Tensor], tf.Tensor]
 ) -> Callable[..., tf.Tensor]:
-    """Return a function of tensors with a derivative by each of them.
+    """Return a function of tensors that has a gradient with respect to each of them.
 
     Args:
         function: Function of tensors.
-        derivatives: Function, for each tensor, from the gradient of the result to its own.
+        gradients: Function, for each tensor, from the gradient of the result to its own.
     """
 
     @tf.custom_gradient
-    def derived(*tensors):
-        return function(*tensors), lambda upstream: [each(upstream) for each in derivatives]
+    def computed(*tensors):
+        return function(*tensors), lambda upstream: [each(upstream) for each in gradients]
 
-    return lambda *tensors: freed_with_graph([derived(*tensors)])[0]
+    return lambda *tensors: freed_with_graph([computed(*tensors)])[0]

@@ -153,7 +153,7 @@ class Unit:
         self._batch_per_replica = batch_per_replica
         self._multiplies_few_rows = multiplies_few_rows
         self._keras_call = layer.call
-        # This one assigns its kernel when it is called.
+        # A SpectralNormalization assigns its kernel when it is called.
         self._assigns = any(
             isinstance(x, keras.layers.SpectralNormalization) for x in compat.sublayers(layer)
         )

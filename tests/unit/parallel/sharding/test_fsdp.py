@@ -221,14 +221,7 @@ class Teaching(keras.Model):
     def __init__(self, layer, shard):
         super().__init__()
         self.student, self.teacher = (
-            keras.Sequential(
-                [
-                    keras.Input([3]),
-                    layer(),
-                    keras.layers.Dense(2),
-                ]
-            )
-            for _ in range(2)
+            keras.Sequential([keras.Input([3]), layer(), keras.layers.Dense(2)]) for _ in range(2)
         )
         self.teacher.trainable = False
         for each in (self.student, self.teacher):
