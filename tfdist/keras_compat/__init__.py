@@ -53,6 +53,9 @@ from tfdist.keras_compat.device_iterators import hook_device_iterators
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.kernel_products import hook_products
 from tfdist.keras_compat.object_stores import exporting, hook_files
+from tfdist.keras_compat.operation_order import hook_table_reads
+from tfdist.keras_compat.operation_order import order_by_replica as order_by_replica
+from tfdist.keras_compat.operation_order import unordered as unordered
 from tfdist.keras_compat.scopes import leave_scope as leave_scope
 from tfdist.keras_compat.table_lookups import hook_lookups
 
@@ -134,6 +137,7 @@ def install() -> None:
     parallel.hook_optimizers()
     parallel.hook_gradients(_in_strategy)
     hook_lookups(_in_strategy)
+    hook_table_reads()
     hook_products()
     hook_keys()
     hook_device_iterators()
@@ -281,14 +285,6 @@ def ops_are_deterministic() -> bool:
     first.
     """
     return _config.is_op_determinism_enabled()
-
-
-def unordered(op: tf.Operation) -> None:
-    """Let a stateful operation of a function run as soon as it can.
-
-    TensorFlow otherwise runs stateful operations one after the other, in program order.
-    """
-    op.graph.experimental_acd_manager.run_independently(op)
 
 
 def hide_length(dataset: Any) -> Any:

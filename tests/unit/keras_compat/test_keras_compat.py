@@ -562,23 +562,6 @@ def test_an_error_in_fit_leaves_no_condition_on_summaries(tmp_path):
         assert tf.summary.should_record_summaries()
 
 
-def test_an_unordered_operation_waits_for_no_other():
-    @tf.function
-    def two():
-        first = tf.timestamp()
-        second = tf.timestamp()
-        keras_compat.unordered(second.op)
-        return first, second
-
-    graph = two.get_concrete_function().graph
-    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
-    assert [op.control_inputs for op in stamps] == [[], []]
-    ordered = tf.function(lambda: (tf.timestamp(), tf.timestamp())).get_concrete_function().graph
-    assert any(
-        op.control_inputs for op in ordered.get_operations() if op.type == "Timestamp"
-    )  # else the function is not needed
-
-
 def test_a_process_trains_with_one_mirrored_strategy_after_the_other():
     for layers in (1, 2):
         with tfdist.make_strategy("mirrored", devices=2).scope():

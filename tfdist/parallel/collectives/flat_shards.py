@@ -62,9 +62,8 @@ def to_rows(x: tf.Tensor, replicas: int) -> tf.Tensor:
 def row(rows: tf.Tensor, number: int) -> tf.Tensor:
     """Return a copy of one row.
 
-    A slice shares the memory of all rows, and would keep it alive. `tf.raw_ops.DeepCopy` does not
-    serve in a step: TensorFlow orders the stateful operations of all replicas of a graph, so that a
-    replica would wait for one that waits for it in a collective.
+    A slice shares the memory of all rows, and would keep it alive. `tf.raw_ops.DeepCopy` would also
+    wait for the stateful operations before it.
 
     Args:
         rows: Rows `[replicas, length]`, as from `to_rows`.

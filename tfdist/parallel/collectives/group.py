@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdist.keras_compat import engine_of
+from tfdist.keras_compat import engine_of, order_by_replica
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
@@ -272,6 +272,8 @@ class Group:
                 "so the first would wait for the others forever. Compile without "
                 "run_eagerly=True, and call strategy.run() in a tf.function."
             )
+        if len(self._devices) > 1:
+            order_by_replica()
         with tf.device(self._devices[local]):
             return op(
                 input=x,

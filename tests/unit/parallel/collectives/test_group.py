@@ -1,5 +1,7 @@
 """Test the exchanges of a group of replicas, by dtype."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -114,3 +116,45 @@ def test_a_size_may_be_known_only_in_the_step(mirrored):
             assert received.shape == (2, count, 3)
             assert (received.numpy() == np.reshape([rank, rank + 10], [2, 1, 1])).all()
     assert not group.bytes
+
+
+def checked(x):
+    return tf.debugging.check_numerics(x, "not finite")
+
+
+def asserted(x):
+    with tf.control_dependencies([tf.debugging.assert_all_finite(x, "not finite")]):
+        return tf.identity(x)
+
+
+def called(x):
+    return tf.ensure_shape(tf.numpy_function(lambda array: array, [x], x.dtype), x.shape)
+
+
+def looked_up(x):
+    return table().lookup(tf.cast(x, tf.int64))
+
+
+@functools.cache
+def table():
+    with tf.init_scope():
+        keys = tf.range(11, dtype=tf.int64)
+        entries = tf.lookup.KeyValueTensorInitializer(keys, tf.cast(keys, tf.float32))
+        return tf.lookup.StaticHashTable(entries, -1.0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("stateful", [checked, asserted, called, looked_up])
+def test_replicas_do_not_wait_for_each_others_stateful_operations(mirrored, stateful, nested):
+    group = Group.of(mirrored, f"test order {stateful.__name__} {nested}")
+    summed = tf.function(group.all_reduce) if nested else group.all_reduce
+
+    def on_replica():
+        x = stateful(tf.cast(group.rank, tf.float32) + [1.0, 2.0])
+        for i in range(2):
+            x = stateful(summed(x, f"sum {i}"))
+        return x
+
+    results = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
+    for found in mirrored.experimental_local_results(results):
+        assert found.numpy().tolist() == [6, 10]

@@ -1,0 +1,79 @@
+"""Order of stateful operations within a function: that of each replica alone.
+
+TensorFlow runs the stateful operations of a graph that use no resource, such as calls of Python
+functions, assertions and checks for NaN, one after the other: all those of one replica before those
+of the next. Where the replicas call a collective in between, the first replica then waits for the
+second one's call, and the second for the first one's operations after it, for ever. Lookups in a
+table that the replicas share are run in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps as _auto_control_deps
+from tensorflow.python.framework import auto_control_deps_utils as _auto_control_deps_utils
+
+# TensorFlow's name scope of the operations of each replica but the first, of gradients, too.
+_SCOPE = re.compile(r"(?:^|/)replica_(\d+)/")
+
+# What reads a table, and changes nothing; TensorFlow takes each of them for a change.
+TABLE_READS = ("LookupTableFindV2", "LookupTableSizeV2")
+
+
+@dataclass
+class _Traced:
+    """What is in order of a graph that is being traced."""
+
+    operations: int = 0
+    last: dict[str, tf.Operation] = field(default_factory=dict)
+
+
+_traced: weakref.WeakKeyDictionary[tf.Graph, _Traced] = weakref.WeakKeyDictionary()
+
+
+def unordered(op: tf.Operation) -> None:
+    """Let a stateful operation of a function run as soon as it can.
+
+    TensorFlow otherwise runs stateful operations one after the other, in program order.
+    """
+    op.graph.experimental_acd_manager.run_independently(op)
+
+
+def order_by_replica() -> None:
+    """Order the stateful operations that are traced so far by replica.
+
+    Each replica's operations keep their order, and wait for no other replica's. Each replica calls
+    this before each collective.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(graph, "experimental_acd_manager", None) is not None:
+            _order(graph)
+        graph = getattr(graph, "outer_graph", None)
+
+
+def hook_table_reads() -> None:
+    """Let replicas read a table at the same time; a change keeps its place among the reads."""
+    for name in TABLE_READS:
+        _auto_control_deps_utils.register_read_only_resource_op(name)
+
+
+def _order(graph: tf.Graph) -> None:
+    operations = graph.get_operations()
+    traced = _traced.setdefault(graph, _Traced())
+    for op in operations[traced.operations :]:
+        if not _auto_control_deps.op_is_stateful(op) or any(
+            tensor.dtype == tf.resource for tensor in op.inputs
+        ):
+            continue
+        scope = _SCOPE.search(op.name)
+        replica = scope[1] if scope else "0"
+        if replica in traced.last:
+            op._add_control_input(traced.last[replica])
+        traced.last[replica] = op
+        unordered(op)
+    traced.operations = len(operations)
