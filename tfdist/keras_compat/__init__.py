@@ -54,6 +54,7 @@ from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.kernel_products import hook_products
 from tfdist.keras_compat.object_stores import exporting, hook_files
 from tfdist.keras_compat.operation_order import hook_table_reads
+from tfdist.keras_compat.operation_order import in_loop_of_replica as in_loop_of_replica
 from tfdist.keras_compat.operation_order import order_by_replica as order_by_replica
 from tfdist.keras_compat.operation_order import unordered as unordered
 from tfdist.keras_compat.scopes import leave_scope as leave_scope

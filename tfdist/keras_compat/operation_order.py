@@ -10,12 +10,14 @@ table that the replicas share are run in the same way.
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from dataclasses import dataclass, field
 
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
 from tensorflow.python.framework import auto_control_deps_utils as _auto_control_deps_utils
+from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow_v2_func_graphs
 
 # TensorFlow's name scope of the operations of each replica but the first, of gradients, too.
 _SCOPE = re.compile(r"(?:^|/)replica_(\d+)/")
@@ -54,6 +56,21 @@ def order_by_replica() -> None:
         if getattr(graph, "experimental_acd_manager", None) is not None:
             _order(graph)
         graph = getattr(graph, "outer_graph", None)
+
+
+def in_loop_of_replica() -> bool:
+    """Return whether a loop is traced within one of several replicas of this process.
+
+    TensorFlow tells collectives apart by the loop that they are in, so that those in the loops of
+    two replicas would wait for each other for ever. A loop around `strategy.run` is one loop.
+    """
+    begin = getattr(threading.current_thread(), "graph", None)  # where the replica begins
+    graph = tf.compat.v1.get_default_graph()
+    while begin is not None and graph not in (begin, None):
+        if isinstance(graph, _control_flow_v2_func_graphs.WhileBodyFuncGraph):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def hook_table_reads() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdist.keras_compat import engine_of, order_by_replica
+from tfdist.keras_compat import engine_of, in_loop_of_replica, order_by_replica
 from tfdist.parallel.collectives import flat_shards
 from tfdist.parallel.collectives.native.transport import Transport
 from tfdist.parallel.placement import Placement
@@ -273,6 +273,13 @@ class Group:
                 "run_eagerly=True, and call strategy.run() in a tf.function."
             )
         if len(self._devices) > 1:
+            if in_loop_of_replica():
+                raise RuntimeError(
+                    f"{self.name}: {name}: expected a call outside of tf.while_loop, tf.map_fn and "
+                    "other loops of TensorFlow, which run apart for each of the "
+                    f"{len(self._devices)} replicas of this process and would wait for each other "
+                    "forever. Write the loop in Python, or start a worker for each device."
+                )
             order_by_replica()
         with tf.device(self._devices[local]):
             return op(
@@ -280,7 +287,7 @@ class Group:
                 group_size=self.size,
                 group_key=self._key,
                 instance_key=_instance_key(f"{name} {x.dtype.name} {x.shape}", x),
-                ordering_token=[self._tokens[local]],
+                ordering_token=[_captured(self._tokens[local])],
                 communication_hint=self._hint,
                 **attributes,
             )
@@ -323,6 +330,20 @@ def _instance_key(call: str, x: tf.Tensor) -> int | tf.Tensor:
 def _token(name: str, device: str) -> tf.Tensor:
     with tf.device(device):
         return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name)
+
+
+def _captured(x: tf.Tensor) -> tf.Tensor:
+    """Return an eager tensor as the graph around the current one holds it.
+
+    The gradient of a `tf.cond` takes tensors from there, but none that are eager.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    around = []
+    while hasattr(graph := getattr(graph, "outer_graph", None), "capture"):
+        around.append(graph)
+    for graph in reversed(around):
+        x = graph.capture(x)
+    return x
 
 
 def native_transport(strategy: tf.distribute.Strategy) -> Transport | None:

@@ -158,3 +158,53 @@ def test_replicas_do_not_wait_for_each_others_stateful_operations(mirrored, stat
     results = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
     for found in mirrored.experimental_local_results(results):
         assert found.numpy().tolist() == [6, 10]
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_collective_of_a_gradient_in_a_branch(mirrored, forward):
+    group = Group.of(mirrored, f"test branch {forward}")
+
+    @tf.custom_gradient
+    def summed(x):
+        total = group.all_reduce(x, "forward") if forward else tf.identity(x)
+        return total, lambda upstream: group.all_reduce(upstream, "backward")
+
+    def on_replica():
+        x = tf.cast(group.rank, tf.float32) + [1.0, 2.0]
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            square = tf.cond(x[0] > 0.0, lambda: summed(x) ** 2, lambda: x)
+        return tape.gradient(square, x)
+
+    results = tf.function(lambda: mirrored.run(on_replica), autograph=False)()
+    # Sums over the replicas of twice [3, 5], or twice [1, 2] and [2, 3].
+    expected = [12, 20] if forward else [6, 10]
+    for found in mirrored.experimental_local_results(results):
+        assert found.numpy().tolist() == expected
+
+
+def test_a_loop_of_one_of_several_replicas_is_refused(mirrored):
+    group = Group.of(mirrored, "test loop")
+
+    def on_replica():
+        return tf.map_fn(lambda x: group.all_reduce(x, "sum"), tf.ones([3]))
+
+    with pytest.raises(
+        RuntimeError, match=r"outside of tf\.while_loop.* 2 replicas of this process"
+    ):
+        tf.function(lambda: mirrored.run(on_replica), autograph=False)()
+
+
+def test_a_loop_around_all_replicas_sums(mirrored):
+    group = Group.of(mirrored, "test loop around")
+
+    @tf.function
+    def function():
+        total = mirrored.experimental_local_results(mirrored.run(lambda: tf.ones([])))
+        for _ in tf.range(3):
+            total = mirrored.experimental_local_results(
+                mirrored.run(lambda: group.all_reduce(tf.ones([]), "sum"))
+            )
+        return total
+
+    assert [x.numpy() for x in function()] == [2, 2]
