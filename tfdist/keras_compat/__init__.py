@@ -136,6 +136,7 @@ def install() -> None:
     hook_files()
     parallel = importlib.import_module("tfdist.keras_compat.parallel")
     parallel.hook_optimizers()
+    parallel.hook_swapped_averages()
     parallel.hook_gradients(_in_strategy)
     hook_lookups(_in_strategy)
     hook_table_reads()

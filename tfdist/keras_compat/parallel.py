@@ -516,6 +516,34 @@ def hook_optimizers() -> None:
     cls.finalize_variable_values = finalize_variable_values
 
 
+def hook_swapped_averages() -> None:
+    """Make the callback SwapEMAWeights exchange the rows of sharded variables and averages.
+
+    An optimizer that holds only its row of whole variables does so itself, in `swap_averages` and
+    `restart_averages`.
+    """
+    cls = keras.callbacks.SwapEMAWeights
+    for name, own in (
+        ("_swap_variables", "swap_averages"),
+        ("_finalize_ema_values", "restart_averages"),
+    ):
+        setattr(cls, name, _of_rows(getattr(cls, name), own))
+
+
+def _of_rows(original: Callable, own: str) -> Callable:
+    @functools.wraps(original)
+    def method(self):
+        optimizer = self.model.optimizer
+        while optimizer is not None and not hasattr(optimizer, own):
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+        if optimizer is not None and innermost(optimizer).use_ema:
+            return getattr(optimizer, own)()
+        with as_shards():
+            return original(self)
+
+    return method
+
+
 # --- Layers that are recomputed -------------------------------------------------------------------
 def context() -> tuple:
     """Return the call context of the current layers: training mode and compute dtype."""

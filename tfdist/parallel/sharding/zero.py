@@ -503,22 +503,56 @@ class Zero(keras.optimizers.Optimizer):
             var_list: Variables, as for `keras.optimizers.Optimizer`. All variables that the
                 optimizer was built with are assigned.
         """
-        if not self.inner_optimizer.use_ema:
-            return
-        averages = moving_averages(self.inner_optimizer)
+        if self.inner_optimizer.use_ema:
+            self._for_averages(lambda v, average, whole: v.assign(whole()))
 
-        def publish() -> None:
+    def swap_averages(self) -> None:
+        """Exchange the values of the variables with their moving averages.
+
+        All processes must call this.
+        """
+
+        def swap(v: tf.Variable, average: tf.Variable, whole: Callable[[], tf.Tensor]) -> None:
+            mean = whole()
+            average.assign(self._own_row(v))
+            v.assign(mean)
+
+        self._for_averages(swap)
+
+    def restart_averages(self) -> None:
+        """Let the moving averages begin again, at the values of the variables."""
+        self._for_averages(lambda v, average, whole: average.assign(self._own_row(v)))
+
+    def _own_row(self, v: tf.Variable) -> tf.Tensor:
+        """Return this replica's part of a variable of this replica."""
+        rows = flat_shards.to_rows(tf.convert_to_tensor(v), self.group.size)
+        return flat_shards.row(rows, self.group.rank)
+
+    def _for_averages(
+        self, function: Callable[[tf.Variable, tf.Variable, Callable[[], tf.Tensor]], Any]
+    ) -> None:
+        """Call a function on each replica for each variable that has a moving average.
+
+        Args:
+            function: Function of this replica's copy of the variable, its part of the average, and
+                a function that gathers the whole average.
+        """
+
+        def on_replica() -> None:
             local = self.group.local
+            averages = moving_averages(self.inner_optimizer)
             for i, (v, average) in enumerate(zip(self._parts.full, averages, strict=True)):
-                whole = self.group.all_gather(
-                    tf.convert_to_tensor(local_component(average, local)),
-                    f"{OUTSIDE}average {i}",
-                )
-                local_component(v, local).assign(flat_shards.from_rows(whole, v.shape))
+                part = local_component(average, local)
+
+                def whole(v=v, part=part, name=f"{OUTSIDE}average {i}") -> tf.Tensor:
+                    parts = self.group.all_gather(tf.convert_to_tensor(part), name)
+                    return flat_shards.from_rows(parts, v.shape)
+
+                function(local_component(v, local), part, whole)
 
         strategy = strategy_of(self)
         with self._store.bounded():
-            tf.function(lambda: strategy.run(publish), autograph=False)()
+            tf.function(lambda: strategy.run(on_replica), autograph=False)()
 
 
 def _policy(given: Any, optimizer: keras.optimizers.Optimizer) -> Gradients:

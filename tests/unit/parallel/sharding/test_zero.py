@@ -17,7 +17,7 @@ from tests.interrupts import Interrupts, Stop
 from tfdist import sync
 from tfdist.backup.store import Store
 from tfdist.keras_compat import local_component
-from tfdist.parallel import zero
+from tfdist.parallel import fsdp, zero
 from tfdist.parallel.sharding import global_norm
 
 EXAMPLES = 52
@@ -300,6 +300,44 @@ def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed,
 
 
 # --- Errors ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("epochs", "scaled"),
+    [({"swap_on_epoch": True}, False), ({}, True)],
+    ids=["epochs", "evaluation"],
+)
+def test_averages_are_swapped_as_without_shards(mirrored, epochs, scaled):
+    def numbers(wrap, shard):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+            shard(model)
+            optimizer = wrap(OPTIMIZERS.SGD(0.1, use_ema=True, ema_momentum=0.5))
+            model.compile(
+                keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer, "mse"
+            )
+        x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+        seen = []
+        see = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: seen.extend(model.get_weights())
+        )
+        fit = model.fit(
+            x,
+            x,
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            validation_data=None if epochs else (x, x),
+            callbacks=[keras.callbacks.SwapEMAWeights(**epochs), see],
+        )
+        return [*seen, *model.get_weights(), *fit.history.values()]
+
+    plain = numbers(lambda optimizer: optimizer, lambda model: None)
+    for sharded in (numbers(zero, lambda model: None), numbers(lambda optimizer: optimizer, fsdp)):
+        for found, expected in zip(sharded, plain, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
