@@ -472,8 +472,16 @@ def train(
         mine, batch = (
             own_rows(strategy.tfdist_engine.placement) if alone else (np.arange(ROWS), BATCH)
         )
+        # It saves whole weights, in which all workers take part.
+        backup = keras.callbacks.BackupAndRestore(pathlib.Path(directory) / "backup of Keras")
         history = model.fit(
-            x[mine], y[mine], batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0
+            x[mine],
+            y[mine],
+            batch_size=batch,
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+            callbacks=[backup] if case.saved and directory and not alone else [],
         ).history
         if way.startswith("fsdp products"):  # else it would only repeat another way
             assert any(" product " in name for name in shards._gathering.forward_group.bytes)

@@ -289,6 +289,16 @@ def ops_are_deterministic() -> bool:
     return _config.is_op_determinism_enabled()
 
 
+def follow_chief(backup: keras.callbacks.BackupAndRestore) -> None:
+    """Let a callback of Keras read the chief's backup, and take part when the chief writes it."""
+
+    def save_weights():
+        backup.model.save_weights(backup._weights_path, overwrite=True)
+
+    backup._save_model = save_weights
+    backup.on_train_end = lambda logs=None: None  # the chief removes the files
+
+
 def hide_length(dataset: Any) -> Any:
     """Make the length of a distributed data set unknown; return anything else as it is.
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import keras
 
-from tfdist.keras_compat import profiles
+from tfdist.keras_compat import follow_chief, profiles
 from tfdist.storage import files
 from tfdist.train.callbacks.backup_and_restore import BackupAndRestore, in_order
 from tfdist.train.callbacks.metrics_log import Log
@@ -106,23 +106,6 @@ def is_progress_bar(callback) -> bool:
     return isinstance(callback, keras.callbacks.ProgbarLogger)
 
 
-class _OnlyRestore(keras.callbacks.Callback):
-    """Callback that restores the chief's backup, on a worker that writes none."""
-
-    def __init__(self, backup: keras.callbacks.BackupAndRestore):
-        super().__init__()
-        self._backup = backup
-
-    def set_model(self, model):
-        """See `keras.callbacks.Callback`."""
-        super().set_model(model)
-        self._backup.set_model(model)
-
-    def on_train_begin(self, logs=None):
-        """See `keras.callbacks.Callback`."""
-        self._backup.on_train_begin(logs)
-
-
 def worker_callback(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """Return a callback as a worker other than the chief runs it."""
     if isinstance(callback, TensorBoard):
@@ -136,7 +119,7 @@ def worker_callback(callback: keras.callbacks.Callback) -> keras.callbacks.Callb
     elif isinstance(callback, keras.callbacks.BackupAndRestore) and not isinstance(
         callback, BackupAndRestore
     ):
-        return _OnlyRestore(callback)
+        follow_chief(callback)
     return callback
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import time
 import types
 import weakref
@@ -418,9 +419,14 @@ def test_other_workers_write_elsewhere_or_not_at_all(tmp_path):
         log,
     )  # what it sees goes to `worker-1` there, as tests/cluster/test_training.py finds
     assert worker_callbacks.worker_callback(k.CSVLogger(log)).filename != log
-    assert not isinstance(
-        worker_callbacks.worker_callback(k.BackupAndRestore(log)), k.BackupAndRestore
-    )
+    saved = []
+    model = types.SimpleNamespace(save_weights=lambda path, overwrite: saved.append(path))
+    backup = worker_callbacks.worker_callback(k.BackupAndRestore(str(tmp_path / "backup")))
+    backup.set_model(model)
+    backup.on_epoch_end(0)
+    backup.on_train_end()
+    assert saved == [str(tmp_path / "backup" / "latest.weights.h5")]  # in which workers take part
+    assert os.listdir(tmp_path) == []
     stopping = k.EarlyStopping()
     assert worker_callbacks.worker_callback(stopping) is stopping
     other = worker_callbacks.worker_callback(k.RemoteMonitor("http://127.0.0.1:9"))
