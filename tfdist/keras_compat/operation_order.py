@@ -28,10 +28,16 @@ TABLE_READS = ("LookupTableFindV2", "LookupTableSizeV2")
 
 @dataclass
 class _Traced:
-    """What is in order of a graph that is being traced."""
+    """What is in order of a graph that is being traced.
+
+    Attributes:
+        operations: Number of its operations that were looked at.
+        last: Name of the last operation in the order of each replica. The operation itself would
+            keep the graph alive.
+    """
 
     operations: int = 0
-    last: dict[str, tf.Operation] = field(default_factory=dict)
+    last: dict[str, str] = field(default_factory=dict)
 
 
 _traced: weakref.WeakKeyDictionary[tf.Graph, _Traced] = weakref.WeakKeyDictionary()
@@ -90,7 +96,7 @@ def _order(graph: tf.Graph) -> None:
         scope = _SCOPE.search(op.name)
         replica = scope[1] if scope else "0"
         if replica in traced.last:
-            op._add_control_input(traced.last[replica])
-        traced.last[replica] = op
+            op._add_control_input(graph.get_operation_by_name(traced.last[replica]))
+        traced.last[replica] = op.name
         unordered(op)
     traced.operations = len(operations)

@@ -1,5 +1,8 @@
 """Test in which order the stateful operations of a function run."""
 
+import gc
+import weakref
+
 import tensorflow as tf
 
 from tfdist import keras_compat
@@ -57,6 +60,14 @@ def test_operations_wait_for_those_of_their_own_replica():
     }
     ordered = controls(in_turns(lambda: None))
     assert ordered["replica_1/a"] == ["a"]  # else the function is not needed
+
+
+def test_an_ordered_graph_is_not_kept():
+    function = in_turns(keras_compat.order_by_replica)
+    graph = weakref.ref(function.get_concrete_function().graph)
+    del function
+    gc.collect()
+    assert graph() is None
 
 
 def test_a_graph_around_the_graph_of_a_call_is_ordered():
