@@ -254,6 +254,9 @@ def _reset_accumulators(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 # --- Sharded variables ----------------------------------------------------------------------------
+VALUE = "VARIABLE_VALUE"  # TensorFlow's key of a variable's value in a checkpoint
+
+
 class Sharded(keras.Variable):
     """Variable of which each replica holds one row.
 
@@ -291,6 +294,19 @@ class Sharded(keras.Variable):
     def handle(self):
         """See `keras.Variable`; the handle of the row."""
         return self._value.handle
+
+    @property
+    def _shared_name(self):
+        """Return the name of the row, which `tf.train.Checkpoint` notes."""
+        return self._value._shared_name
+
+    def _serialize_to_tensors(self):
+        """Return the whole value for `tf.train.Checkpoint`."""
+        return {VALUE: tf.convert_to_tensor(self.value)}
+
+    def _restore_from_tensors(self, restored_tensors):
+        """Take the whole value of a `tf.train.Checkpoint`."""
+        self.assign(restored_tensors[VALUE])
 
     def _direct_assign(self, value):
         if in_shards():

@@ -115,6 +115,7 @@ class _Parts:
     buckets: list[list[int]] = dataclasses.field(default_factory=list)
 
 
+@keras.saving.register_keras_serializable("tfdist")
 class Zero(keras.optimizers.Optimizer):
     """Optimizer with state sharded over the replicas; see `zero`."""
 

@@ -338,6 +338,49 @@ def test_averages_are_swapped_as_without_shards(mirrored, epochs, scaled):
             np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def test_a_checkpoint_of_tensorflow_restores_model_and_optimizer(mirrored, tmp_path):
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def made(wrap, shard):
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+            shard(model)
+            model.compile(wrap(OPTIMIZERS.Adam(0.1)), "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+    def trained(model):
+        model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    def same(given):
+        return given
+
+    for name, wrap, shard, others in (
+        ("zero", zero, same, (zero, same)),
+        ("fsdp", same, fsdp, (same, same)),
+        ("plain", same, same, (same, fsdp)),
+    ):
+        first, checkpoint = made(wrap, shard)
+        trained(first)
+        path = checkpoint.save(tmp_path / name)
+        second, checkpoint = made(*others)
+        checkpoint.restore(path).assert_existing_objects_matched()
+        for found, expected in zip(trained(second), trained(first), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_model_in_json_can_be_read(mirrored):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+        model.compile(zero(OPTIMIZERS.Adam(0.25)), "mse")
+        again = keras.models.model_from_json(model.to_json())
+    assert type(again.optimizer) is type(model.optimizer)
+    assert again.optimizer.learning_rate == 0.25
+    alone = keras.models.model_from_json(model.to_json())
+    assert type(alone.optimizer) is OPTIMIZERS.Adam  # a process without replicas
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
