@@ -20,6 +20,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.keras_compat import local_component
+from tfdist.keras_compat.parallel import innermost
 from tfdist.parallel import deferred, fsdp, zero
 from tfdist.train.health.watchdog import Watchdog
 
@@ -472,8 +473,12 @@ def train(
         mine, batch = (
             own_rows(strategy.tfdist_engine.placement) if alone else (np.arange(ROWS), BATCH)
         )
-        # It saves whole weights, in which all workers take part.
-        backup = keras.callbacks.BackupAndRestore(pathlib.Path(directory) / "backup of Keras")
+        callbacks = []
+        if case.saved and directory and not alone:  # saves whole weights, by all workers
+            path = pathlib.Path(directory) / "backup of Keras"
+            callbacks.append(keras.callbacks.BackupAndRestore(path))
+        if case.saved and innermost(optimizer).use_ema:
+            callbacks.append(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
         history = model.fit(
             x[mine],
             y[mine],
@@ -481,7 +486,7 @@ def train(
             epochs=EPOCHS,
             shuffle=False,
             verbose=0,
-            callbacks=[backup] if case.saved and directory and not alone else [],
+            callbacks=callbacks,
         ).history
         if way.startswith("fsdp products"):  # else it would only repeat another way
             assert any(" product " in name for name in shards._gathering.forward_group.bytes)

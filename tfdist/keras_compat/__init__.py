@@ -53,7 +53,7 @@ from tfdist.keras_compat.device_iterators import hook_device_iterators
 from tfdist.keras_compat.empty_batches import hook_operations
 from tfdist.keras_compat.kernel_products import hook_products
 from tfdist.keras_compat.object_stores import exporting, hook_files
-from tfdist.keras_compat.operation_order import hook_table_reads
+from tfdist.keras_compat.operation_order import hook_order
 from tfdist.keras_compat.operation_order import in_loop_of_replica as in_loop_of_replica
 from tfdist.keras_compat.operation_order import order_by_replica as order_by_replica
 from tfdist.keras_compat.operation_order import unordered as unordered
@@ -64,7 +64,7 @@ from tfdist.keras_compat.table_lookups import hook_lookups
 # (model, keras_method, *args, **kwargs).
 _RUNS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 MODEL_HOOKS = (
-    *("compile", *_RUNS, "save", "save_weights", "export"),
+    *("compile", *_RUNS, "save", "save_weights", "load_weights", "export"),
     *("make_train_function", "make_test_function", "make_predict_function"),
     *("get_metrics_result", "reset_metrics"),
 )
@@ -139,7 +139,7 @@ def install() -> None:
     parallel.hook_swapped_averages()
     parallel.hook_gradients(_in_strategy)
     hook_lookups(_in_strategy)
-    hook_table_reads()
+    hook_order()
     hook_products()
     hook_keys()
     hook_device_iterators()

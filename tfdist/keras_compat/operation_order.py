@@ -9,9 +9,9 @@ table that the replicas share are run in the same way.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
-import weakref
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -19,8 +19,19 @@ from tensorflow.python.framework import auto_control_deps as _auto_control_deps
 from tensorflow.python.framework import auto_control_deps_utils as _auto_control_deps_utils
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow_v2_func_graphs
 
-# TensorFlow's name scope of the operations of each replica but the first, of gradients, too.
+from tfdist.keras_compat.parallel import objects_of
+
+# TensorFlow's name scope of the operations of each replica but the first, of gradients, too. Other
+# operations count as the first replica's: also those before and after the replicas. A layer of the
+# first replica must not have such a name.
 _SCOPE = re.compile(r"(?:^|/)replica_(\d+)/")
+
+_LOOPS = (
+    _control_flow_v2_func_graphs.WhileBodyFuncGraph,
+    _control_flow_v2_func_graphs.WhileCondFuncGraph,
+)
+
+_KEY = "order of operations"  # in `objects_of` a graph
 
 # What reads a table, and changes nothing; TensorFlow takes each of them for a change.
 TABLE_READS = ("LookupTableFindV2", "LookupTableSizeV2")
@@ -28,19 +39,15 @@ TABLE_READS = ("LookupTableFindV2", "LookupTableSizeV2")
 
 @dataclass
 class _Traced:
-    """What is in order of a graph that is being traced.
+    """State of the order of a graph that is being traced.
 
     Attributes:
-        operations: Number of its operations that were looked at.
-        last: Name of the last operation in the order of each replica. The operation itself would
-            keep the graph alive.
+        operations: Number of its operations that are in order.
+        last: Last stateful operation of each replica.
     """
 
     operations: int = 0
-    last: dict[str, str] = field(default_factory=dict)
-
-
-_traced: weakref.WeakKeyDictionary[tf.Graph, _Traced] = weakref.WeakKeyDictionary()
+    last: dict[str, tf.Operation] = field(default_factory=dict)
 
 
 def unordered(op: tf.Operation) -> None:
@@ -60,7 +67,7 @@ def order_by_replica() -> None:
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
         if getattr(graph, "experimental_acd_manager", None) is not None:
-            _order(graph)
+            _order(graph, objects_of(graph).setdefault(_KEY, _Traced()))
         graph = getattr(graph, "outer_graph", None)
 
 
@@ -73,30 +80,51 @@ def in_loop_of_replica() -> bool:
     begin = getattr(threading.current_thread(), "graph", None)  # where the replica begins
     graph = tf.compat.v1.get_default_graph()
     while begin is not None and graph not in (begin, None):
-        if isinstance(graph, _control_flow_v2_func_graphs.WhileBodyFuncGraph):
+        if isinstance(graph, _LOOPS):
             return True
         graph = getattr(graph, "outer_graph", None)
     return False
 
 
-def hook_table_reads() -> None:
-    """Let replicas read a table at the same time; a change keeps its place among the reads."""
+def hook_order() -> None:
+    """Order what follows the last collective of a function, and let replicas look up at once.
+
+    A change of a table keeps its place among the lookups.
+    """
     for name in TABLE_READS:
         _auto_control_deps_utils.register_read_only_resource_op(name)
+    cls = _auto_control_deps.AutomaticControlDependencies
+    original = cls.__exit__
+
+    @functools.wraps(original)
+    def order(self, *error):
+        graph = tf.compat.v1.get_default_graph()
+        if (traced := objects_of(graph).get(_KEY)) is not None:
+            _order(graph, traced)
+        return original(self, *error)
+
+    cls.__exit__ = order
 
 
-def _order(graph: tf.Graph) -> None:
+def _order(graph: tf.Graph, traced: _Traced) -> None:
     operations = graph.get_operations()
-    traced = _traced.setdefault(graph, _Traced())
     for op in operations[traced.operations :]:
-        if not _auto_control_deps.op_is_stateful(op) or any(
-            tensor.dtype == tf.resource for tensor in op.inputs
-        ):
+        if not _is_in_order(op):
             continue
         scope = _SCOPE.search(op.name)
         replica = scope[1] if scope else "0"
         if replica in traced.last:
-            op._add_control_input(graph.get_operation_by_name(traced.last[replica]))
-        traced.last[replica] = op.name
+            op._add_control_input(traced.last[replica])
+        traced.last[replica] = op
         unordered(op)
     traced.operations = len(operations)
+
+
+def _is_in_order(op: tf.Operation) -> bool:
+    """Return whether TensorFlow would run an operation after all stateful ones before it."""
+    if not _auto_control_deps.op_is_stateful(op) or tf.resource in [x.dtype for x in op.inputs]:
+        return False
+    try:
+        return not op.get_attr("_independent_side_effects")  # of `unordered`
+    except ValueError:
+        return True

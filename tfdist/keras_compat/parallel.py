@@ -18,6 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.checkpoint import tensor_callable as _tensor_callable
 from tensorflow.python.framework.ops import gradient_registry
 
 from tfdist.keras_compat.fused_updates import fused
@@ -301,8 +302,14 @@ class Sharded(keras.Variable):
         return self._value._shared_name
 
     def _serialize_to_tensors(self):
-        """Return the whole value for `tf.train.Checkpoint`."""
-        return {VALUE: tf.convert_to_tensor(self.value)}
+        """Return the whole value for `tf.train.Checkpoint`, which reads it when it writes it."""
+
+        def whole():
+            with tf.device("CPU:0"):
+                return tf.identity(self.value)
+
+        row = self._value
+        return {VALUE: _tensor_callable.Callable(whole, row.dtype, row.device)}
 
     def _restore_from_tensors(self, restored_tensors):
         """Take the whole value of a `tf.train.Checkpoint`."""
@@ -536,23 +543,23 @@ def hook_swapped_averages() -> None:
     """Make the callback SwapEMAWeights exchange the rows of sharded variables and averages.
 
     An optimizer that holds only its row of whole variables does so itself, in `swap_averages` and
-    `restart_averages`.
+    `reset_averages`.
     """
     cls = keras.callbacks.SwapEMAWeights
     for name, own in (
         ("_swap_variables", "swap_averages"),
-        ("_finalize_ema_values", "restart_averages"),
+        ("_finalize_ema_values", "reset_averages"),
     ):
-        setattr(cls, name, _of_rows(getattr(cls, name), own))
+        setattr(cls, name, _of_shards(getattr(cls, name), own))
 
 
-def _of_rows(original: Callable, own: str) -> Callable:
+def _of_shards(original: Callable, own: str) -> Callable:
     @functools.wraps(original)
     def method(self):
         optimizer = self.model.optimizer
         while optimizer is not None and not hasattr(optimizer, own):
             optimizer = getattr(optimizer, "inner_optimizer", None)
-        if optimizer is not None and innermost(optimizer).use_ema:
+        if optimizer is not None and optimizer.built and innermost(optimizer).use_ema:
             return getattr(optimizer, own)()
         with as_shards():
             return original(self)

@@ -12,6 +12,7 @@ from tfdist import config
 from tfdist.config import user_functions
 from tfdist.config.keras_callbacks import FILES, name_of
 from tfdist.config.sections import options_of, short_name
+from tfdist.keras_compat.parallel import innermost
 from tfdist.run.compilation import call, class_of
 
 KEY = "train.callbacks"
@@ -64,7 +65,7 @@ def check_optimizer(callbacks: list[keras.callbacks.Callback], model: keras.Mode
         ValueError: If the optimizer has no average of the weights to swap, or a schedule that
             ReduceLROnPlateau cannot change.
     """
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = innermost(model.optimizer)
     if optimizer is None or hasattr(optimizer, "optimizers"):
         return
     for callback in callbacks:

@@ -80,6 +80,7 @@ class Hooks:
     reset_metrics = _as_keras
     save = _as_keras
     save_weights = _as_keras
+    load_weights = _as_keras
     export = _as_keras
 
     def feed(self, dataset):

@@ -79,6 +79,7 @@ def use(model, directory):
     model.predict_on_batch(x)
     model.save(directory / "model.keras")
     model.save_weights(directory / "model.weights.h5")
+    model.load_weights(directory / "model.weights.h5")
     model.export(directory / "exported", verbose=False)
 
 

@@ -10,7 +10,7 @@ from tfdist.keras_compat.operation_order import TABLE_READS
 
 
 def controls(function):
-    """Return the names of what each named stateful operation of a function waits for."""
+    """Return the control inputs of each stateful operation of a function, by name."""
     graph = function.get_concrete_function().graph
     return {
         op.name: [before.name for before in op.control_inputs]
@@ -33,7 +33,7 @@ def test_an_unordered_operation_waits_for_no_other():
 
 
 def in_turns(order):
-    """Return a function in which replicas take the time in turns, with a call after each of two."""
+    """Return a function in which replicas read the clock in turns, and order after each."""
 
     @tf.function(autograph=False)
     def function():
@@ -47,7 +47,7 @@ def in_turns(order):
     return function
 
 
-def test_operations_wait_for_those_of_their_own_replica():
+def test_operations_wait_for_those_of_their_own_replica(mirrored):
     assert controls(in_turns(keras_compat.order_by_replica)) == {
         "first": [],
         "a": ["first"],
@@ -56,10 +56,21 @@ def test_operations_wait_for_those_of_their_own_replica():
         "b": ["a"],
         "replica_1/b": ["gradient_tape/replica_1/a"],
         "gradient_tape/replica_1/b": ["replica_1/b"],
-        "last": [],  # nothing else is left in TensorFlow's order
+        "last": ["b"],
     }
     ordered = controls(in_turns(lambda: None))
     assert ordered["replica_1/a"] == ["a"]  # else the function is not needed
+
+
+def test_an_unordered_operation_stays_so(mirrored):
+    @tf.function(autograph=False)
+    def function():
+        first, second = tf.timestamp("first"), tf.timestamp("second")
+        keras_compat.unordered(second.op)
+        keras_compat.order_by_replica()
+        return first, second, tf.timestamp("third")
+
+    assert controls(function) == {"first": [], "second": [], "third": ["first"]}
 
 
 def test_an_ordered_graph_is_not_kept():

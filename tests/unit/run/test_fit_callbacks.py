@@ -1,6 +1,7 @@
 """Test callbacks and class weights that a config names."""
 
 import csv
+import types
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import config, data
+from tfdist.parallel import zero
 from tfdist.run import build, compilation
 from tfdist.run.fit_callbacks import CheckMonitor, callbacks, check_optimizer
 from tfdist.run.train_command import run
@@ -102,7 +104,7 @@ def test_mistakes_about_own_callbacks_name_the_key(file, tmp_path, name, options
         callbacks(settings, tmp_path, chief=True)
 
 
-def test_what_a_callback_needs_of_the_optimizer_is_checked():
+def test_what_a_callback_needs_of_the_optimizer_is_checked(one_device):
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     swap, reduce = keras.callbacks.SwapEMAWeights(), keras.callbacks.ReduceLROnPlateau()
     model.compile(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 9)), "mse")
@@ -112,6 +114,9 @@ def test_what_a_callback_needs_of_the_optimizer_is_checked():
         check_optimizer([reduce], model)
     model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
     check_optimizer([swap, reduce], model)
+    with one_device.scope():
+        scaled = keras.optimizers.LossScaleOptimizer(zero(keras.optimizers.SGD(use_ema=True)))
+    check_optimizer([swap, reduce], types.SimpleNamespace(optimizer=scaled))
     model.compile(loss="mse", optimizer=None)
     check_optimizer([swap, reduce], model)
 

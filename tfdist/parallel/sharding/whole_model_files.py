@@ -59,12 +59,12 @@ def as_plain(
     with (
         replaced_shards(values),
         replaced_values(exported, [values[id(v)] for v in exported]),
-        _without_zero(model),
+        without_zero(model),
     ):
         yield
 
 
-def _without_zero(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
+def without_zero(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
     """Replace a model's `Zero` by the optimizer that it shards in this context."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "tfdist_kind"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -108,11 +108,13 @@ class _Parts:
         full: Variables of the model, whole on each replica.
         shards: This replica's part of each variable, as of the current step.
         buckets: Indices of the variables that are sent together, one list for each bucket.
+        functions: Traced functions of moving averages, by name.
     """
 
     full: list[keras.Variable] = dataclasses.field(default_factory=list)
     shards: list[keras.Variable] = dataclasses.field(default_factory=list)
     buckets: list[list[int]] = dataclasses.field(default_factory=list)
+    functions: dict[str, Callable[[], None]] = dataclasses.field(default_factory=dict)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -139,7 +141,9 @@ class Zero(keras.optimizers.Optimizer):
         if not elementwise:
             check_elementwise(inner_optimizer)
         policy = _policy(sync if sync is not None else engine.aggregation.policy, inner_optimizer)
-        super().__init__(learning_rate=0.0, name=name or f"zero_{inner_optimizer.name}")
+        # Its own rate is for other optimizers, which take it from a checkpoint of TensorFlow.
+        rate = float(inner_optimizer.learning_rate)
+        super().__init__(learning_rate=rate, name=name or f"zero_{inner_optimizer.name}")
         self.inner_optimizer = inner_optimizer
         self.stage = stage
         self.policy = policy
@@ -505,55 +509,67 @@ class Zero(keras.optimizers.Optimizer):
                 optimizer was built with are assigned.
         """
         if self.inner_optimizer.use_ema:
-            self._for_averages(lambda v, average, whole: v.assign(whole()))
+            self._run_on_averages(self._publish)
 
     def swap_averages(self) -> None:
         """Exchange the values of the variables with their moving averages.
 
         All processes must call this.
         """
+        self._run_on_averages(self._swap)
 
-        def swap(v: tf.Variable, average: tf.Variable, whole: Callable[[], tf.Tensor]) -> None:
-            mean = whole()
-            average.assign(self._own_row(v))
-            v.assign(mean)
+    def reset_averages(self) -> None:
+        """Set the moving averages to the values of the variables."""
+        self._run_on_averages(self._reset)
 
-        self._for_averages(swap)
+    def _run_on_averages(
+        self, function: Callable[[Sequence[tf.Variable], Sequence[tf.Variable]], None]
+    ) -> None:
+        """Call a method on each replica.
 
-    def restart_averages(self) -> None:
-        """Let the moving averages begin again, at the values of the variables."""
-        self._for_averages(lambda v, average, whole: average.assign(self._own_row(v)))
+        Args:
+            function: Method of this replica's copies of the variables, and its parts of their
+                moving averages.
+        """
+
+        def on_replica() -> None:
+            local = self.group.local
+            copies = [local_component(v, local) for v in self._parts.full]
+            averages = moving_averages(self.inner_optimizer)
+            function(copies, [local_component(v, local) for v in averages])
+
+        strategy = strategy_of(self)
+        name = function.__name__
+        if name not in self._parts.functions:
+            self._parts.functions[name] = tf.function(
+                lambda: strategy.run(on_replica), autograph=False
+            )
+        with self._store.bounded():
+            self._parts.functions[name]()
+
+    def _publish(self, copies: Sequence[tf.Variable], averages: Sequence[tf.Variable]) -> None:
+        for i, whole in self._whole_averages(averages):
+            copies[i].assign(whole)
+
+    def _swap(self, copies: Sequence[tf.Variable], averages: Sequence[tf.Variable]) -> None:
+        for i, whole in self._whole_averages(averages):
+            averages[i].assign(self._own_row(copies[i]))
+            copies[i].assign(whole)
+
+    def _reset(self, copies: Sequence[tf.Variable], averages: Sequence[tf.Variable]) -> None:
+        for copy, average in zip(copies, averages, strict=True):
+            average.assign(self._own_row(copy))
+
+    def _whole_averages(self, averages: Sequence[tf.Variable]) -> Iterator[tuple[int, tf.Tensor]]:
+        """Yield the index of each variable and its whole average."""
+        parts = [tf.convert_to_tensor(average) for average in averages]
+        for i, rows in all_gather(self.group, parts, self._parts.buckets, f"{OUTSIDE}averages"):
+            yield i, flat_shards.from_rows(rows, self._parts.full[i].shape)
 
     def _own_row(self, v: tf.Variable) -> tf.Tensor:
         """Return this replica's part of a variable of this replica."""
         rows = flat_shards.to_rows(tf.convert_to_tensor(v), self.group.size)
         return flat_shards.row(rows, self.group.rank)
-
-    def _for_averages(
-        self, function: Callable[[tf.Variable, tf.Variable, Callable[[], tf.Tensor]], Any]
-    ) -> None:
-        """Call a function on each replica for each variable that has a moving average.
-
-        Args:
-            function: Function of this replica's copy of the variable, its part of the average, and
-                a function that gathers the whole average.
-        """
-
-        def on_replica() -> None:
-            local = self.group.local
-            averages = moving_averages(self.inner_optimizer)
-            for i, (v, average) in enumerate(zip(self._parts.full, averages, strict=True)):
-                part = local_component(average, local)
-
-                def whole(v=v, part=part, name=f"{OUTSIDE}average {i}") -> tf.Tensor:
-                    parts = self.group.all_gather(tf.convert_to_tensor(part), name)
-                    return flat_shards.from_rows(parts, v.shape)
-
-                function(local_component(v, local), part, whole)
-
-        strategy = strategy_of(self)
-        with self._store.bounded():
-            tf.function(lambda: strategy.run(on_replica), autograph=False)()
 
 
 def _policy(given: Any, optimizer: keras.optimizers.Optimizer) -> Gradients:

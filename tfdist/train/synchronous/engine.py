@@ -42,7 +42,7 @@ from tfdist.parallel.replica_weight import across_replicas
 from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
 from tfdist.parallel.sharding.step_products import few_row_products
-from tfdist.parallel.sharding.whole_model_files import as_plain
+from tfdist.parallel.sharding.whole_model_files import as_plain, without_zero
 from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
@@ -638,6 +638,11 @@ class Engine(Hooks):
         """
         with time_account().during("save"):
             return self._save(model, keras_method, *args, **kwargs)
+
+    def load_weights(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Load weights, and the state of the optimizer, which is that of a plain one in files."""
+        with without_zero(model):
+            return keras_method(model, *args, **kwargs)
 
     def _save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._replica_state(model).gather()

@@ -183,11 +183,16 @@ def test_a_collective_of_a_gradient_in_a_branch(mirrored, forward):
         assert found.numpy().tolist() == expected
 
 
-def test_a_loop_of_one_of_several_replicas_is_refused(mirrored):
-    group = Group.of(mirrored, "test loop")
+@pytest.mark.parametrize("part", ["condition", "body"])
+def test_a_loop_of_one_of_several_replicas_is_refused(mirrored, part):
+    group = Group.of(mirrored, f"test loop {part}")
 
     def on_replica():
-        return tf.map_fn(lambda x: group.all_reduce(x, "sum"), tf.ones([3]))
+        return tf.while_loop(
+            lambda x: (group.all_reduce(x, "sum") if part == "condition" else x) < 9.0,
+            lambda x: [group.all_reduce(x, "sum") if part == "body" else x + 1.0],
+            [1.0],
+        )
 
     with pytest.raises(
         RuntimeError, match=r"outside of tf\.while_loop.* 2 replicas of this process"

@@ -299,7 +299,7 @@ def test_snapshot_with_missing_or_damaged_rows_is_skipped(mirrored, undisturbed,
     assert not (tmp_path / "backup").exists()
 
 
-# --- Errors ---------------------------------------------------------------------------------------
+# --- Averages and files ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("epochs", "scaled"),
     [({"swap_on_epoch": True}, False), ({}, True)],
@@ -368,6 +368,19 @@ def test_a_checkpoint_of_tensorflow_restores_model_and_optimizer(mirrored, tmp_p
         checkpoint.restore(path).assert_existing_objects_matched()
         for found, expected in zip(trained(second), trained(first), strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-6)
+        if name == "zero":  # another optimizer takes the model alone, and begins again
+            plain, checkpoint = made(same, same)
+            checkpoint.restore(path)
+            assert plain.optimizer.learning_rate == first.optimizer.learning_rate
+            assert plain.optimizer.iterations == 0
+
+
+def test_averages_of_an_optimizer_that_is_not_built_cannot_be_swapped(mirrored):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+        model.compile(zero(OPTIMIZERS.SGD(0.1, use_ema=True)), "mse")
+    with pytest.raises(ValueError, match="SwapEMAWeights must be used when"):
+        model.predict(np.ones([2, 3]), verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
 
 
 def test_a_model_in_json_can_be_read(mirrored):
@@ -381,6 +394,34 @@ def test_a_model_in_json_can_be_read(mirrored):
     assert type(alone.optimizer) is OPTIMIZERS.Adam  # a process without replicas
 
 
+def test_weights_of_a_file_come_with_the_state_of_the_optimizer(mirrored, tmp_path):
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    path = tmp_path / "a.weights.h5"
+
+    def trained(wrap, before):
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+            optimizer = wrap(OPTIMIZERS.Adam(0.1))
+            model.compile(optimizer, "mse")
+            model.optimizer.build(model.trainable_variables)
+        before(model)
+        model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+        assert model.optimizer is optimizer
+        return model
+
+    def plain(optimizer):
+        return optimizer
+
+    for first, second in ((zero, zero), (plain, zero), (zero, plain)):
+        model = trained(first, lambda model: None)
+        model.save_weights(path)
+        resumed = trained(second, lambda model: model.load_weights(path))
+        model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+        for found, expected in zip(resumed.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+# --- Errors ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("make", "text"),
     [
