@@ -87,9 +87,9 @@ def in_loop_of_replica() -> bool:
 
 
 def hook_order() -> None:
-    """Order what follows the last collective of a function, and let replicas look up at once.
+    """Order what follows the last collective of a function, and let replicas share tables.
 
-    A change of a table keeps its place among the lookups.
+    They look up at the same time. A change of a table keeps its place among the lookups.
     """
     for name in TABLE_READS:
         _auto_control_deps_utils.register_read_only_resource_op(name)

@@ -255,7 +255,7 @@ def _reset_accumulators(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 # --- Sharded variables ----------------------------------------------------------------------------
-VALUE = "VARIABLE_VALUE"  # TensorFlow's key of a variable's value in a checkpoint
+_VALUE = "VARIABLE_VALUE"  # TensorFlow's key of a variable's value in a checkpoint
 
 
 class Sharded(keras.Variable):
@@ -309,11 +309,11 @@ class Sharded(keras.Variable):
                 return tf.identity(self.value)
 
         row = self._value
-        return {VALUE: _tensor_callable.Callable(whole, row.dtype, row.device)}
+        return {_VALUE: _tensor_callable.Callable(whole, row.dtype, row.device)}
 
     def _restore_from_tensors(self, restored_tensors):
         """Take the whole value of a `tf.train.Checkpoint`."""
-        self.assign(restored_tensors[VALUE])
+        self.assign(restored_tensors[_VALUE])
 
     def _direct_assign(self, value):
         if in_shards():
@@ -540,20 +540,21 @@ def hook_optimizers() -> None:
 
 
 def hook_swapped_averages() -> None:
-    """Make the callback SwapEMAWeights exchange the rows of sharded variables and averages.
+    """Make the callback SwapEMAWeights exchange the rows of sharded variables and averages."""
+    _hook_swap("_swap_variables", "swap_averages")
+    _hook_swap("_finalize_ema_values", "reset_averages")
 
-    An optimizer that holds only its row of whole variables does so itself, in `swap_averages` and
-    `reset_averages`.
+
+def _hook_swap(name: str, own: str) -> None:
+    """Hook a method of SwapEMAWeights.
+
+    Args:
+        name: Name of the method.
+        own: Name of the method that an optimizer has for this if the variables are whole, and only
+            its averages are sharded.
     """
-    cls = keras.callbacks.SwapEMAWeights
-    for name, own in (
-        ("_swap_variables", "swap_averages"),
-        ("_finalize_ema_values", "reset_averages"),
-    ):
-        setattr(cls, name, _of_shards(getattr(cls, name), own))
+    original = getattr(keras.callbacks.SwapEMAWeights, name)
 
-
-def _of_shards(original: Callable, own: str) -> Callable:
     @functools.wraps(original)
     def method(self):
         optimizer = self.model.optimizer
@@ -564,7 +565,7 @@ def _of_shards(original: Callable, own: str) -> Callable:
         with as_shards():
             return original(self)
 
-    return method
+    setattr(keras.callbacks.SwapEMAWeights, name, method)
 
 
 # --- Layers that are recomputed -------------------------------------------------------------------

@@ -41,8 +41,9 @@ class Group:
     All replicas of the group must call a method with tensors of one dtype and shape. Otherwise they
     wait for each other until the engine's watchdog ends the wait. The `name` of a call
     distinguishes it from other calls of the group, and is equal on all replicas. The collectives
-    raise ValueError for a dtype that TensorFlow does not send. They have no gradient; in a loss,
-    use `tfdist.all_gather_rows` or `tf.distribute.ReplicaContext.all_reduce`.
+    raise ValueError for a dtype that TensorFlow does not send, and RuntimeError in a loop of one of
+    several replicas of a process. They have no gradient; in a loss, use `tfdist.all_gather_rows` or
+    `tf.distribute.ReplicaContext.all_reduce`.
 
     Args:
         name: Name that distinguishes this group from other groups.

@@ -366,10 +366,7 @@ class Zero(keras.optimizers.Optimizer):
             assigned: list = []
             # Moving averages cover all variables, also those without a gradient.
             for i in range(len(parts)) if self.inner_optimizer.use_ema else indices:
-                rows = flat_shards.to_rows(
-                    tf.convert_to_tensor(local_component(self._parts.full[i], local)),
-                    self.group.size,
-                )
+                rows = self._rows(local_component(self._parts.full[i], local))
                 # One copy after the other, so that not all of them are in memory beside the last
                 # ones.
                 with tf.control_dependencies(assigned):
@@ -567,9 +564,12 @@ class Zero(keras.optimizers.Optimizer):
             yield i, flat_shards.from_rows(rows, self._parts.full[i].shape)
 
     def _own_row(self, v: tf.Variable) -> tf.Tensor:
-        """Return this replica's part of a variable of this replica."""
-        rows = flat_shards.to_rows(tf.convert_to_tensor(v), self.group.size)
-        return flat_shards.row(rows, self.group.rank)
+        """Return this replica's part of a whole variable."""
+        return flat_shards.row(self._rows(v), self.group.rank)
+
+    def _rows(self, v: tf.Variable) -> tf.Tensor:
+        """Return the parts of all replicas of a whole variable."""
+        return flat_shards.to_rows(tf.convert_to_tensor(v), self.group.size)
 
 
 def _policy(given: Any, optimizer: keras.optimizers.Optimizer) -> Gradients:

@@ -639,11 +639,6 @@ class Engine(Hooks):
         with time_account().during("save"):
             return self._save(model, keras_method, *args, **kwargs)
 
-    def load_weights(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        """Load weights, and the state of the optimizer, which is that of a plain one in files."""
-        with without_zero(model):
-            return keras_method(model, *args, **kwargs)
-
     def _save(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
         self._replica_state(model).gather()
         self._saves += 1
@@ -696,6 +691,11 @@ class Engine(Hooks):
         return None
 
     save_weights = export = save
+
+    def load_weights(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
+        """Load weights, and the optimizer's state into the optimizer that a `Zero` shards."""
+        with without_zero(model):
+            return keras_method(model, *args, **kwargs)
 
     # --- Helpers ----------------------------------------------------------------------------------
     def _check_copies(self, model: keras.Model) -> None:

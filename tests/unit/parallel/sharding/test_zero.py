@@ -368,7 +368,7 @@ def test_a_checkpoint_of_tensorflow_restores_model_and_optimizer(mirrored, tmp_p
         checkpoint.restore(path).assert_existing_objects_matched()
         for found, expected in zip(trained(second), trained(first), strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-6)
-        if name == "zero":  # another optimizer takes the model alone, and begins again
+        if name == "zero":  # another optimizer takes the model and the rate, and begins again
             plain, checkpoint = made(same, same)
             checkpoint.restore(path)
             assert plain.optimizer.learning_rate == first.optimizer.learning_rate
