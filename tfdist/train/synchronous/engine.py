@@ -693,7 +693,10 @@ class Engine(Hooks):
     save_weights = export = save
 
     def load_weights(self, model: keras.Model, keras_method: Callable, *args, **kwargs):
-        """Load weights, and the optimizer's state into the optimizer that a `Zero` shards."""
+        """Load weights and the optimizer's state.
+
+        Keras would warn that the file has no state of the optimizer inside of a `Zero`.
+        """
         with without_zero(model):
             return keras_method(model, *args, **kwargs)
 
