@@ -128,6 +128,7 @@ def install() -> None:
     for owner, name, hook in _replica_hooks():
         _hook_in_replicas(owner, name, hook)
     _hook_assignments()
+    _hook_creation()
     replica_losses.install()
     global_generator.install()
     _add_conversions(_distribute_values.DistributedVariable)
@@ -587,6 +588,27 @@ def _hook_assignments() -> None:
             keras_assign(self, value)
 
     keras.Variable._direct_assign = direct_assign
+
+
+def _hook_creation() -> None:
+    """Create variables that are first used in the step of a replica before that step.
+
+    Layers without an input shape, and optimizers, create their variables when they are first called.
+    In a loop without `fit`, this is in the function that runs the step of each replica. There the
+    first value of a copy is that of another copy, in another function: "You must feed a value for
+    placeholder tensor 'cond/...'".
+    """
+    keras_initialize = keras.Variable._initialize_with_initializer
+
+    @functools.wraps(keras_initialize)
+    def initialize(self, initializer):
+        if tf.distribute.in_cross_replica_context():
+            keras_initialize(self, initializer)
+        else:
+            with tf.init_scope():
+                keras_initialize(self, initializer)
+
+    keras.Variable._initialize_with_initializer = initialize
 
 
 def is_compiled_by_xla(function: Any) -> bool:

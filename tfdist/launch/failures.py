@@ -25,6 +25,7 @@ _LOST_PEERS = re.compile(
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
     r"|waited too long for \S+:\d|lost its connection to \S+:\d"
     r"|data:\d+ at \S+ (?:no longer answers|never answered)"
+    r"|its log says why"
 )
 # Error messages of Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads
 # without a network.

@@ -305,37 +305,3 @@ def check_stateful(model: keras.Model, count: int, kind: str) -> None:
             "all rows of all batches. Pass stateful=False, or train on one device, as with "
             'make_strategy("one_device").'
         )
-
-
-def build_in_scope(optimizer: keras.optimizers.Optimizer, variables: Sequence) -> None:
-    """Build an optimizer whose first use is in the step of a replica.
-
-    Keras would build it in each replica, in the middle of the step. With several replicas in a
-    process, TensorFlow then fails: "You must feed a value for placeholder tensor 'cond/else/...'".
-
-    Args:
-        optimizer: Any optimizer.
-        variables: Variables of all its updates.
-    """
-    if optimizer.built:
-        return
-
-    def build(strategy):
-        with (
-            tf.init_scope(),
-            strategy.scope(),
-            keras.name_scope(optimizer.name, caller=optimizer),
-        ):
-            optimizer.build(variables)
-
-    try:
-        tf.distribute.get_replica_context().merge_call(build)
-    except RuntimeError as error:
-        if "merge_call" not in str(error):
-            raise
-        raise ValueError(
-            f"The optimizer {optimizer.name} is first used inside a tf.cond or a loop of a "
-            "replica's step, where it cannot be built. Call "
-            "optimizer.build(model.trainable_variables) inside `with strategy.scope():`, before "
-            "strategy.run()."
-        ) from error

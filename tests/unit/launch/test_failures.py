@@ -70,6 +70,16 @@ def test_task_that_waited_too_long_is_not_the_cause():
     assert verdict.others[0].kind is Kind.LOST_PEERS
 
 
+def test_a_task_that_names_the_log_of_another_is_not_the_cause():
+    pointing = error("RuntimeError", "worker:0 failed in model.save(); its log says why.", 3.0)
+    own = error("ValueError", "Invalid filepath", 4.0)
+    verdict = judge(
+        [Ending("worker:1", 1, 5.0, error=pointing), Ending("worker:0", 1, 6.0, error=own)]
+    )
+    assert verdict.cause.task == "worker:0"
+    assert verdict.others[0].kind is Kind.LOST_PEERS
+
+
 def test_of_two_errors_the_first_is_the_cause():
     errors = {"worker:0": error("KeyError", "'x'", 3.0), "worker:1": error("KeyError", "'x'", 2.0)}
     endings = [Ending(task, 1, 9.0, error=raised) for task, raised in errors.items()]

@@ -55,7 +55,6 @@ from tfdist.train.hooks import (
     Hooks,
     MetricCopies,
     bind,
-    build_in_scope,
     check_optimizer,
     check_stateful,
     fewest,
@@ -392,8 +391,6 @@ class Engine(Hooks):
             variables = list(variables)
         if compiled_step.postpone(optimizer, keras_apply, grads, variables):
             return None
-        if variables is not None:
-            build_in_scope(optimizer, variables)
         holder = holder_of(optimizer, variables)
         with assigned_weights.noted_in(None):
             if holder is not None:

@@ -751,7 +751,7 @@ def test_a_model_is_saved_outside_of_the_scope_that_it_is_saved_in(mirrored, tmp
 
 
 # --- Loops with strategy.run ----------------------------------------------------------------------
-def train_in_loop(strategy, build, inside=lambda update: update()):
+def train_in_loop(strategy, build):
     """Return the weights and slots after two steps of a loop, and the number of updates."""
     model = compiled(strategy)
     x, y = data(24)
@@ -764,9 +764,7 @@ def train_in_loop(strategy, build, inside=lambda update: update()):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(CROSSENTROPY(y, model(x, training=True))) / 2
         grads = tape.gradient(loss, model.trainable_variables)
-        inside(
-            lambda: optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        )
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
     step = tf.function(lambda batch: strategy.run(replica, args=batch), autograph=False)
     for batch in strategy.experimental_distribute_dataset(dataset(x, y)):
@@ -783,12 +781,42 @@ def test_a_loop_builds_its_optimizer_in_the_first_step(mirrored):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_an_optimizer_that_is_first_used_in_a_branch_is_refused(mirrored):
-    def branch(update):
-        tf.cond(tf.constant(True), lambda: update() or True, lambda: True)
+@pytest.mark.parametrize("kind", ["mirrored", "central_storage"])
+def test_a_loop_builds_layers_and_metrics_in_the_first_step(kind):
+    strategy = tfdist.make_strategy(kind, devices="cpu:0,cpu:1")
+    x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+    y = (x.sum(axis=1, keepdims=True) > 0).astype("float32")
 
-    with pytest.raises(ValueError, match=r"adam.* cannot be built.*optimizer\.build\("):
-        train_in_loop(mirrored, build=False, inside=branch)
+    def trained(build):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.Adam(0.1)
+            score = keras.metrics.F1Score(threshold=0.5)
+            if build:
+                model.build((None, 6))
+                score.update_state(y, y)
+                score.reset_state()
+
+        def replica(x, y):
+            with tf.GradientTape() as tape:
+                outputs = model(x)
+                loss = tf.reduce_sum((y - outputs) ** 2) / 8
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+            score.update_state(y, outputs)
+
+        step = tf.function(lambda batch: strategy.run(replica, args=batch), autograph=False)
+        for batch in strategy.experimental_distribute_dataset(dataset(x, y, batch=8)):
+            step(batch)
+        variables = [*model.weights, *optimizer.variables]
+        return [c for v in variables for c in copies(strategy, v)], score.result()
+
+    (lazily, score_lazily), (built, score) = trained(build=False), trained(build=True)
+    assert len(lazily) == len(built)
+    for a, b in zip(lazily, built, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    np.testing.assert_allclose(score_lazily, score)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
