@@ -593,10 +593,10 @@ def _hook_assignments() -> None:
 def _hook_creation() -> None:
     """Create variables that are first used in the step of a replica before that step.
 
-    Layers without an input shape, and optimizers, create their variables when they are first called.
-    In a loop without `fit`, this is in the function that runs the step of each replica. There the
-    first value of a copy is that of another copy, in another function: "You must feed a value for
-    placeholder tensor 'cond/...'".
+    Layers without an input shape, and optimizers, create their variables when they are first
+    called. In a loop without `fit`, this is in the function that runs the step of each replica.
+    There the first value of a copy is that of another copy, in another function: "You must feed a
+    value for placeholder tensor 'cond/...'".
     """
     keras_initialize = keras.Variable._initialize_with_initializer
 

@@ -1,11 +1,11 @@
-"""TensorFlow's settings on CPUs: memory that is kept for the next step, and oneDNN."""
+"""TensorFlow's settings on CPUs: memory that is kept between steps, oneDNN, and threads."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from tfdist.runtime.resource_limits import memory, read_text
+from tfdist.runtime.resource_limits import cores, memory, read_text
 
 # TensorFlow reads both when it starts the devices of a process.
 KEEP_MEMORY = "TF_CPU_ALLOCATOR_USE_BFC"
@@ -38,6 +38,12 @@ def keep_memory() -> None:
                 "remove this environment variable."
             )
         os.environ[KEEP_MEMORY] = "1"
+
+
+def operations_at_once() -> int:
+    """Return how many operations TensorFlow runs at once, unless its configuration says."""
+    value = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    return int(value) if value.isdigit() and int(value) else len(cores())
 
 
 def uses_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat import runtime_initialized
 from tfdist.runtime import startup_lines
-from tfdist.runtime.cpu_settings import keep_memory
+from tfdist.runtime.cpu_settings import keep_memory, operations_at_once
 from tfdist.runtime.determinism import enable_deterministic_segment_reductions
 
 Devices = int | str | Sequence[str] | None
@@ -27,7 +27,8 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
             `"cpu:0,cpu:1"` makes two logical CPU devices. See `logical_devices` for the numbers of
             GPUs.
         threads: Number of threads that an operation may use, and of operations that run at once;
-            None leaves TensorFlow's choice.
+            None leaves TensorFlow's choice. One operation more than there are devices may always
+            run at once, unless the only device is a CPU.
 
     Raises:
         ValueError: If a name is no device of this machine, or TensorFlow has started and can no
@@ -45,6 +46,8 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         _before_start("threads", tf.config.threading.get_intra_op_parallelism_threads() == threads)
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
+    if len(names) > 1 or names[0].startswith("/gpu"):
+        _keep_a_thread_free(len(names))
     cpus = 1 + max((int(n.rpartition(":")[2]) for n in names if n.startswith("/cpu")), default=0)
     if cpus > 1:
         if runtime_initialized():
@@ -56,6 +59,18 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
                     cpu, [tf.config.LogicalDeviceConfiguration()] * cpus
                 )
     return names
+
+
+def _keep_a_thread_free(devices: int) -> None:
+    """Let one operation more run at once than there are devices, if TensorFlow has not started.
+
+    An iterator that a `tf.function` makes over distributed data has a part for each device. When
+    the function ends, each part holds a thread until another one has run an operation that frees
+    it: without another one, the function would never end.
+    """
+    threads = tf.config.threading.get_inter_op_parallelism_threads() or operations_at_once()
+    if threads <= devices and not runtime_initialized():
+        tf.config.threading.set_inter_op_parallelism_threads(devices + 1)
 
 
 def logical_devices(kind: str) -> list[Any]:

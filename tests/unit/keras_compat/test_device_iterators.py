@@ -1,4 +1,4 @@
-"""Test that no iterator over a distributed data set has an autotuner, which may delay its end."""
+"""Test that iterators over distributed data sets end: at once, and also within a function."""
 
 import pytest
 import tensorflow as tf
@@ -43,6 +43,28 @@ def test_an_autotuner_that_a_user_asks_for_is_kept(how, iterated):
     strategy = tfdist.make_strategy("one_device", devices="cpu")
     iter(distributed(strategy, batches().with_options(options), how))
     assert iterated[0].options().autotune.enabled is True
+
+
+@pytest.mark.parametrize("kind", ["multi_worker_mirrored", "mirrored"])
+def test_a_function_that_begins_a_pass_ends_with_one_thread(kind, run_python):
+    code = f"""
+import tfdist
+devices = 2 if {kind!r} == "mirrored" else "cpu"
+strategy = tfdist.make_strategy({kind!r}, devices=devices, threads=1)
+import tensorflow as tf
+data = tf.data.Dataset.range(100).map(lambda x: x * 2, num_parallel_calls=2).batch(4).prefetch(2)
+data = strategy.experimental_distribute_dataset(data)
+
+@tf.function
+def first_batches():
+    iterator = iter(data)
+    rows = [strategy.run(tf.identity, args=(next(iterator),)) for _ in range(3)]
+    return [strategy.reduce("SUM", each, 0) for each in rows]
+
+print([int(total) for total in first_batches()])
+"""
+    done = run_python(code)
+    assert done.stdout.strip() == "[12, 44, 76]", done.stderr
 
 
 def batches():

@@ -95,3 +95,13 @@ def test_onednn_depends_on_the_features_of_the_cpu(tmp_path, monkeypatch, flags,
     assert uses_onednn(path) is True
     monkeypatch.delenv(ONEDNN)
     assert uses_onednn(path) is uses
+
+
+@pytest.mark.parametrize(("value", "expected"), [("3", 3), ("0", 2), ("", 2), (None, 2)])
+def test_as_many_operations_run_at_once_as_there_are_cores(value, expected, monkeypatch):
+    monkeypatch.setattr(cpu_settings, "cores", lambda: (0, 5))
+    if value is None:
+        monkeypatch.delenv("TF_NUM_INTEROP_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("TF_NUM_INTEROP_THREADS", value)
+    assert cpu_settings.operations_at_once() == expected
