@@ -62,7 +62,7 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
 
 
 def _keep_a_thread_free(devices: int) -> None:
-    """Let one operation more run at once than there are devices, if TensorFlow has not started.
+    """Let more operations run at once than there are devices, unless TensorFlow has started.
 
     An iterator that a `tf.function` makes over distributed data has a part for each device. When
     the function ends, each part holds a thread until another one has run an operation that frees
