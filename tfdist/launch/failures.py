@@ -41,6 +41,11 @@ _UNHEALTHY = re.compile(
     r"|(data):(\d+) at \S+ no longer answers)"
 )
 _SAYS_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
+_NAMES_ERROR = re.compile(r"\w*(?:Error|Exception): ")
+# Lines of TensorFlow's errors in graphs that say where, and not what.
+_OF_GRAPH = re.compile(
+    r"Detected at node|File \"|\d+ root error\(s\) found|\[\[|<?stack trace", re.IGNORECASE
+)
 _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error:"  # from faulthandler
 _STACK = "Current thread 0x"  # from faulthandler too: signals arrive in the main thread
@@ -398,4 +403,18 @@ def _headline(error_text: str, kind: Kind) -> str:
         informative = next((line for line in lines[1:] if _LOST_PEERS.search(line)), None)
         if informative:
             return f"{lines[0].partition(':')[0]}: {informative}"[:200].rstrip(":")
-    return lines[0][:200]
+    return _reason(lines)[:200]
+
+
+def _reason(lines: list[str]) -> str:
+    """Return the line of TensorFlow's message that says what is wrong; or else the first one.
+
+    An error in a function that AutoGraph has converted, or in a graph, says first where it was.
+    """
+    kind, _, first = lines[0].partition(": ")
+    if first == "in user code:":
+        return next((line for line in reversed(lines) if _NAMES_ERROR.match(line)), lines[0])
+    if first == "Graph execution error:":
+        reason = next((line for line in lines[1:] if not _OF_GRAPH.match(line)), None)
+        return f"{kind}: {reason}" if reason else lines[0]
+    return lines[0]

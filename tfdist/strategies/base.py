@@ -119,6 +119,19 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
             lambda context: untuned(dataset_fn(context)), options
         )
 
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """See `tf.distribute.Strategy`; XLA compiles a function of CPUs for each replica.
+
+        TensorFlow would compile one function of all replicas, whose variables XLA does not find.
+        """
+        if (
+            isinstance(fn, tf.types.experimental.PolymorphicFunction)
+            and keras_compat.is_compiled_by_xla(fn)
+            and keras_compat.device_type(self) == "CPU"
+        ):
+            return super().run(lambda *args, **kwargs: fn(*args, **kwargs), args, kwargs, options)
+        return super().run(fn, args, kwargs, options)
+
     def scope(self) -> Any:
         """See `tf.distribute.Strategy`; the scope is entered until its end, see `KeptScope`."""
         return KeptScope(super().scope())

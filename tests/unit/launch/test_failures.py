@@ -80,6 +80,39 @@ def test_a_task_that_names_the_log_of_another_is_not_the_cause():
     assert verdict.others[0].kind is Kind.LOST_PEERS
 
 
+@pytest.mark.parametrize(
+    ("name", "message", "expected"),
+    [
+        (
+            "ValueError",
+            'in user code:\n\n    File "a.py", line 27, in run  *\n        step()\n\n'
+            "    ValueError: sgd: no weights.\n",
+            "ValueError: sgd: no weights.",
+        ),
+        (
+            "InvalidArgumentError",
+            "Graph execution error:\n\nDetected at node sub defined at (most recent call last):\n"
+            '  File "a.py", line 1, in <module>\n\n  File "b.py", line 2, in step\n\n'
+            "Incompatible shapes: [64] vs. [64,10]\n\t [[{{node sub}}]] [Op:__inference_a_1]",
+            "InvalidArgumentError: Incompatible shapes: [64] vs. [64,10]",
+        ),
+        (
+            "InvalidArgumentError",
+            "Graph execution error:\n\nDetected at node a defined at (most recent call last):\n"
+            "<stack traces unavailable>\n2 root error(s) found.\n  (0) INVALID_ARGUMENT:  No rows\n"
+            "\t [[{{node a}}]]\n  (1) INVALID_ARGUMENT:  No rows\n0 successful operations.",
+            "InvalidArgumentError: (0) INVALID_ARGUMENT:  No rows",
+        ),
+        ("ValueError", "in user code:", "ValueError: in user code:"),
+        ("UnknownError", "Graph execution error:", "UnknownError: Graph execution error:"),
+        ("ValueError", "first\nValueError: second", "ValueError: first"),
+    ],
+)
+def test_the_line_of_an_error_says_what_is_wrong(name, message, expected):
+    verdict = judge([Ending("worker:0", 1, 5.0, error=error(name, message, 3.0))])
+    assert verdict.cause.message == expected
+
+
 def test_of_two_errors_the_first_is_the_cause():
     errors = {"worker:0": error("KeyError", "'x'", 3.0), "worker:1": error("KeyError", "'x'", 2.0)}
     endings = [Ending(task, 1, 9.0, error=raised) for task, raised in errors.items()]

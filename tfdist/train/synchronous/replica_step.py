@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,8 @@ from tfdist.train.synchronous.feed import Batch, replica_rows
 from tfdist.train.synchronous.gathered_metrics import is_gathered
 
 log = logging.getLogger("tfdist")
+
+_compiled = threading.local()  # traced: whether XLA compiles the function that is traced
 
 
 def run_replica(
@@ -106,9 +109,27 @@ def call_function(tf_method: Callable, function: Any, *args, **kwargs) -> Any:
     In a graph of its own the replicas could not meet, as they do in `optimizer.apply`, and their
     weights would be those of the step in which the function was traced first.
     """
-    if step_weight() is None or is_compiled_by_xla(function):
+    if is_compiled_by_xla(function):
+        before = getattr(_compiled, "traced", False)
+        _compiled.traced = True
+        try:
+            return tf_method(function, *args, **kwargs)
+        finally:
+            _compiled.traced = before
+    if step_weight() is None:
         return tf_method(function, *args, **kwargs)
     return python_of(function)(*args, **kwargs)
+
+
+def check_not_compiled(optimizer: keras.optimizers.Optimizer, placement: Placement) -> None:
+    """Raise ValueError if XLA compiles an update of CPUs that the caller's own loop makes."""
+    if getattr(_compiled, "traced", False) and step_weight() is None and placement.replicas > 1:
+        raise ValueError(
+            f"{optimizer.name}.apply: expected a function without jit_compile=True, in which "
+            f"{placement.replicas} replicas can sum their gradients, received one that XLA "
+            "compiles. Compile the computation of the loss and the gradients alone, or call "
+            "fit() of a model with compile(jit_compile=True)."
+        )
 
 
 def gradient(

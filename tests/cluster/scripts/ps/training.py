@@ -477,3 +477,31 @@ def order_of_a_data_pipeline_after_a_resume(strategy):
 
         raises(KeyboardInterrupt, "", fit, Interrupt())
         same(fit(keras.callbacks.Callback()), dropped, 1e-5)
+
+
+@feature
+def loop_of_a_coordinator(strategy):
+    """Train in a loop of TensorFlow's coordinator: the weight falls by 1 in each step."""
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        optimizer = keras.optimizers.SGD(1.0)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    @tf.function
+    def step(iterator):
+        def replica(x):
+            with tf.GradientTape() as tape:
+                total = tf.reduce_sum(layer(x))
+            grads = tape.gradient(total, layer.trainable_variables)
+            optimizer.apply(grads, layer.trainable_variables)
+
+        strategy.run(replica, args=(next(iterator),))
+
+    rows = coordinator.create_per_worker_dataset(
+        lambda: tf.data.Dataset.from_tensors([[1.0]]).repeat()
+    )
+    iterator = iter(rows)
+    for _ in range(10):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    same(layer.kernel, [[-10.0]])

@@ -819,6 +819,36 @@ def test_a_loop_builds_layers_and_metrics_in_the_first_step(kind):
     np.testing.assert_allclose(score_lazily, score)
 
 
+def test_a_loop_compiles_gradients_and_not_their_sum(mirrored):
+    model = compiled(mirrored)
+    x, y = data(8)
+    with mirrored.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def gradients(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(CROSSENTROPY(y, model(x, training=True))) / 2
+        return tape.gradient(loss, model.trainable_variables)
+
+    def update(grads):
+        optimizer.apply(grads, model.trainable_variables)
+
+    def weights_after(step):
+        train = tf.function(lambda batch: mirrored.run(step, args=batch), autograph=False)
+        for batch in mirrored.experimental_distribute_dataset(dataset(x, y)):
+            train(batch)
+        return model.get_weights()
+
+    initial = model.get_weights()
+    expected = weights_after(lambda x, y: update(gradients(x, y)))
+    model.set_weights(initial)
+    by_xla = tf.function(gradients, jit_compile=True)
+    for a, b in zip(weights_after(lambda x, y: update(by_xla(x, y))), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(ValueError, match=r"sgd.*without jit_compile=True.*gradients alone"):
+        weights_after(tf.function(lambda x, y: update(gradients(x, y)), jit_compile=True))
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_predict_builds_a_model(mirrored, sparse):
     x = np.ones([5, 4], "float32")
