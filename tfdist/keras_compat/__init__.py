@@ -591,24 +591,34 @@ def _hook_assignments() -> None:
 
 
 def _hook_creation() -> None:
-    """Create variables that are first used in the step of a replica before that step.
+    """Create variables before the function in which several replicas first use them.
 
     Layers without an input shape, and optimizers, create their variables when they are first
     called. In a loop without `fit`, this is in the function that runs the step of each replica.
     There the first value of a copy is that of another copy, in another function: "You must feed a
     value for placeholder tensor 'cond/...'".
     """
-    keras_initialize = keras.Variable._initialize_with_initializer
+    keras_init = keras.Variable.__init__
 
-    @functools.wraps(keras_initialize)
-    def initialize(self, initializer):
-        if tf.distribute.in_cross_replica_context():
-            keras_initialize(self, initializer)
-        else:
+    @functools.wraps(keras_init)
+    def init(self, *args, **kwargs):
+        value = args[0] if args else kwargs.get("initializer")
+        if _creates_copies_in_a_function() and not tf.is_symbolic_tensor(value):
             with tf.init_scope():
-                keras_initialize(self, initializer)
+                keras_init(self, *args, **kwargs)
+        else:
+            keras_init(self, *args, **kwargs)
 
-    keras.Variable._initialize_with_initializer = initialize
+    keras.Variable.__init__ = init
+
+
+def _creates_copies_in_a_function() -> bool:
+    strategy = tf.distribute.get_strategy()
+    return (
+        not tf.executing_eagerly()
+        and engine_of(strategy) is not None
+        and len(strategy.extended.worker_devices) > 1
+    )
 
 
 def is_compiled_by_xla(function: Any) -> bool:

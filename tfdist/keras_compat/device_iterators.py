@@ -45,6 +45,15 @@ def hook_device_iterators() -> None:
         of_tensorflow(self)
 
     _input_lib._SingleWorkerOwnedDatasetIterator._make_iterator = make
+    of_all_devices = _input_lib.DistributedIterator.__init__
+
+    @functools.wraps(of_all_devices)
+    def init(self, *args, **kwargs):
+        of_all_devices(self, *args, **kwargs)
+        # They tell the kind of its parts where another function takes it.
+        self._options = getattr(self._iterators[0], "_options", self._options)
+
+    _input_lib.DistributedIterator.__init__ = init
 
 
 def _is_one_cpu(devices: Sequence[str]) -> bool:

@@ -15,7 +15,12 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from tfdist.launch.terminal_text import printable
-from tfdist.runtime.launch_protocol import CONFIGURATION_CODE, PREEMPTED_CODE, TRANSIENT_CODE
+from tfdist.runtime.launch_protocol import (
+    CONFIGURATION_CODE,
+    LOG_SAYS_WHY,
+    PREEMPTED_CODE,
+    TRANSIENT_CODE,
+)
 from tfdist.runtime.startup_lines import is_chatter
 
 _LOST_PEERS = re.compile(
@@ -25,7 +30,7 @@ _LOST_PEERS = re.compile(
     r"|unhealthy|heartbeat|different incarnation|coordination service|Mutex corrupt"
     r"|waited too long for \S+:\d|lost its connection to \S+:\d"
     r"|data:\d+ at \S+ (?:no longer answers|never answered)"
-    r"|its log says why"
+    rf"|{re.escape(LOG_SAYS_WHY)}"
 )
 # Error messages of Python, curl, requests, TensorFlow's file systems, boto and Keras' downloads
 # without a network.
@@ -41,7 +46,7 @@ _UNHEALTHY = re.compile(
     r"|(data):(\d+) at \S+ no longer answers)"
 )
 _SAYS_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
-_NAMES_ERROR = re.compile(r"\w*(?:Error|Exception): ")
+_NAMES_ERROR = re.compile(r"\w*(?:Error|Exception):(?! in user code:)")
 # Lines of TensorFlow's errors in graphs that say where, and not what.
 _OF_GRAPH = re.compile(
     r"Detected at node|File \"|\d+ root error\(s\) found|\[\[|<?stack trace", re.IGNORECASE
@@ -413,7 +418,7 @@ def _reason(lines: list[str]) -> str:
     """
     kind, _, first = lines[0].partition(": ")
     if first == "in user code:":
-        return next((line for line in reversed(lines) if _NAMES_ERROR.match(line)), lines[0])
+        return next((line for line in lines if _NAMES_ERROR.match(line)), lines[0])
     if first == "Graph execution error:":
         reason = next((line for line in lines[1:] if not _OF_GRAPH.match(line)), None)
         return f"{kind}: {reason}" if reason else lines[0]

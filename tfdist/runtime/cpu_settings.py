@@ -41,7 +41,7 @@ def keep_memory() -> None:
 
 
 def operations_at_once() -> int:
-    """Return how many operations TensorFlow runs at once, unless its configuration says."""
+    """Return how many operations TensorFlow runs at once if its configuration does not say."""
     value = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     return int(value) if value.isdigit() and int(value) else len(cores())
 

@@ -47,6 +47,9 @@ THREAD_VARIABLES = (
     "TF_NUM_INTEROP_THREADS",
 )  # thread pool sizes of a task
 
+# How the error of a task ends that only reports the failure of another one.
+LOG_SAYS_WHY = "its log says why"
+
 JOURNAL = "events.jsonl"  # in the log directory
 # Size from which on the journal takes no more events of single saves, the only ones without a bound
 # on their number. Some 100,000 saves fit.

@@ -44,10 +44,8 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
         if threads < 1:
             raise ValueError(f"threads: expected a positive number, received {threads}")
         _before_start("threads", tf.config.threading.get_intra_op_parallelism_threads() == threads)
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(threads)
-    if len(names) > 1 or names[0].startswith("/gpu"):
-        _keep_a_thread_free(len(names))
+    if not runtime_initialized():
+        _set_threads(names, threads)
     cpus = 1 + max((int(n.rpartition(":")[2]) for n in names if n.startswith("/cpu")), default=0)
     if cpus > 1:
         if runtime_initialized():
@@ -61,16 +59,21 @@ def configure(devices: Devices, threads: int | None) -> list[str]:
     return names
 
 
-def _keep_a_thread_free(devices: int) -> None:
-    """Let more operations run at once than there are devices, unless TensorFlow has started.
+def _set_threads(names: list[str], threads: int | None) -> None:
+    """Set the numbers of threads, with one beside those that devices may hold.
 
-    An iterator that a `tf.function` makes over distributed data has a part for each device. When
-    the function ends, each part holds a thread until another one has run an operation that frees
-    it: without another one, the function would never end.
+    An iterator that a `tf.function` makes over distributed data has a part for each device, unless
+    the only one is a CPU. When the function ends, each part holds a thread until another one has
+    run an operation that frees it: without another one, the function would never end.
     """
-    threads = tf.config.threading.get_inter_op_parallelism_threads() or operations_at_once()
-    if threads <= devices and not runtime_initialized():
-        tf.config.threading.set_inter_op_parallelism_threads(devices + 1)
+    threading = tf.config.threading
+    if threads is not None:
+        threading.set_intra_op_parallelism_threads(threads)
+    at_once = threads or threading.get_inter_op_parallelism_threads() or operations_at_once()
+    only_cpu = len(names) == 1 and names[0].startswith("/cpu")
+    held = 0 if only_cpu else len(names)
+    if threads is not None or at_once <= held:
+        threading.set_inter_op_parallelism_threads(max(at_once, held + 1))
 
 
 def logical_devices(kind: str) -> list[Any]:

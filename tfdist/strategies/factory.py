@@ -87,7 +87,8 @@ def make_strategy(
         cross_device: Algorithm with which `mirrored` sums over its devices: `auto` (default),
             `nccl`, `hierarchical_copy` or `one_device`.
         threads: Number of threads of an operation, and of operations at once; None leaves
-            TensorFlow's choice.
+            TensorFlow's choice. One operation more than there are devices may always run at once,
+            unless the only device is a CPU.
         reading: Reader of a `tf.data.Dataset` that is given to `fit` or `evaluate` under
             `parameter_server`: `workers`, `coordinator`, or `auto` (default). With `auto` the
             workers read, if the data set is more than Python code or arrays of the chief.

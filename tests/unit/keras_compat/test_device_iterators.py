@@ -58,8 +58,11 @@ data = strategy.experimental_distribute_dataset(data)
 @tf.function
 def first_batches():
     iterator = iter(data)
-    rows = [strategy.run(tf.identity, args=(next(iterator),)) for _ in range(3)]
-    return [strategy.reduce("SUM", each, 0) for each in rows]
+    return [total_of_the_next(iterator) for _ in range(3)]
+
+@tf.function
+def total_of_the_next(iterator):
+    return strategy.reduce("SUM", strategy.run(tf.identity, args=(next(iterator),)), 0)
 
 print([int(total) for total in first_batches()])
 """

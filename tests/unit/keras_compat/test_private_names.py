@@ -30,7 +30,6 @@ OF_BACKEND = [
     (keras.Model, "make_predict_function", f"{BACKEND}.trainer"),
     (keras.Variable, "_deferred_initialize", CORE),
     (keras.Variable, "_direct_assign", CORE),
-    (keras.Variable, "_initialize_with_initializer", CORE),
     (keras.optimizers.Optimizer, "_all_reduce_sum_gradients", f"{BACKEND}.optimizer"),
     (keras.optimizers.Optimizer, "_var_key", f"{BACKEND}.optimizer"),
     (

@@ -6,6 +6,7 @@ import pytest
 
 from tfdist.launch.failure_report import format_verdict
 from tfdist.launch.failures import Ending, Kind, classify, judge, last_traceback
+from tfdist.runtime.launch_protocol import LOG_SAYS_WHY
 
 ABORTED = (
     "Graph execution error:\n\nDetected at node x\nCollective ops is aborted by: Socket closed\n"
@@ -71,7 +72,7 @@ def test_task_that_waited_too_long_is_not_the_cause():
 
 
 def test_a_task_that_names_the_log_of_another_is_not_the_cause():
-    pointing = error("RuntimeError", "worker:0 failed in model.save(); its log says why.", 3.0)
+    pointing = error("RuntimeError", f"worker:0 failed in model.save(); {LOG_SAYS_WHY}.", 3.0)
     own = error("ValueError", "Invalid filepath", 4.0)
     verdict = judge(
         [Ending("worker:1", 1, 5.0, error=pointing), Ending("worker:0", 1, 6.0, error=own)]
@@ -102,6 +103,11 @@ def test_a_task_that_names_the_log_of_another_is_not_the_cause():
             "<stack traces unavailable>\n2 root error(s) found.\n  (0) INVALID_ARGUMENT:  No rows\n"
             "\t [[{{node a}}]]\n  (1) INVALID_ARGUMENT:  No rows\n0 successful operations.",
             "InvalidArgumentError: (0) INVALID_ARGUMENT:  No rows",
+        ),
+        (
+            "AssertionError",
+            'in user code:\n\n    File "a.py", line 2, in run  *\n\n    AssertionError: \n',
+            "AssertionError:",
         ),
         ("ValueError", "in user code:", "ValueError: in user code:"),
         ("UnknownError", "Graph execution error:", "UnknownError: Graph execution error:"),

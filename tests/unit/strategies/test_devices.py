@@ -75,3 +75,24 @@ def test_workers_take_a_gpu_each(gpus, index, expected):
 def test_a_worker_on_the_cpu_takes_no_gpu(gpus):
     devices.restrict_to_one(["/cpu:0"], 0)
     assert gpus["visible"] == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "devices", "threads", "expected"),
+    [("2", 2, None, 3), ("2", 2, 1, 3), ("", 2, 8, 8), ("1", "cpu", None, 0), ("", "cpu", 1, 1)],
+)
+def test_an_operation_has_a_thread_beside_the_devices(
+    variable, devices, threads, expected, run_python
+):
+    code = f"""
+import os
+os.environ["TF_NUM_INTEROP_THREADS"] = {variable!r}
+import tfdist
+for _ in range(2):  # the second time, TensorFlow has started
+    tfdist.make_strategy("auto", devices={devices!r}, threads={threads})
+    import tensorflow as tf
+    tf.constant(1)
+print(tf.config.threading.get_inter_op_parallelism_threads())
+"""
+    done = run_python(code)
+    assert done.stdout.split() == [str(expected)], done.stderr

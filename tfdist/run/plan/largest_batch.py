@@ -14,6 +14,7 @@ from tfdist.keras_compat import engine_of
 from tfdist.run.plan import options, step_memory
 from tfdist.run.plan.options import Needs
 from tfdist.runtime.formatting import format_bytes
+from tfdist.runtime.launch_protocol import LOG_SAYS_WHY
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -58,7 +59,7 @@ def resolve(settings: config.Run, strategy: tf.distribute.Strategy, path: Path) 
         raise
     batch = int(engine.broadcast_from_chief([float(batch)])[0])
     if not batch:
-        raise ValueError("data.global_batch: the chief found none; its log says why")
+        raise ValueError(f"data.global_batch: the chief found none; {LOG_SAYS_WHY}")
     return _with_batch(settings, batch)
 
 

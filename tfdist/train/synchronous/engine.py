@@ -43,7 +43,7 @@ from tfdist.parallel.sharding import layouts
 from tfdist.parallel.sharding.fsdp import FSDP, check_deferred, updates_rows
 from tfdist.parallel.sharding.step_products import few_row_products
 from tfdist.parallel.sharding.whole_model_files import as_plain, without_zero
-from tfdist.runtime.launch_protocol import STRAGGLERS, Launched
+from tfdist.runtime.launch_protocol import LOG_SAYS_WHY, STRAGGLERS, Launched
 from tfdist.runtime.time_account import time_account
 from tfdist.sync import Gradients, LocalSGD, Policy
 from tfdist.train.callbacks.backup_and_restore import BackupAndRestore
@@ -394,7 +394,7 @@ class Engine(Hooks):
         if device_type(self._strategy) == "CPU":
             replica_step.check_not_compiled(optimizer, self.placement)
         holder = holder_of(optimizer, variables)
-        with assigned_weights.noted_in(None):
+        with assigned_weights.noted_in(None), replica_step.meetings_explained():
             if holder is not None:
                 return gradient_sum.apply_to_parts(
                     holder,
@@ -671,8 +671,8 @@ class Engine(Hooks):
                 )
         if end == "failed":
             raise RuntimeError(
-                f"{self.placement.task(0)} failed in model.{keras_method.__name__}(); its log says "
-                "why."
+                f"{self.placement.task(0)} failed in model.{keras_method.__name__}(); "
+                f"{LOG_SAYS_WHY}."
             )
         written = end.removeprefix("written ")
         if written != path and not self._warned_of_paths:

@@ -73,7 +73,7 @@ def run_replica(
     with tables_updated(by_rows):
         if placement.replicas == 1:
             return step(replica_rows(batch, 0, placement, host))
-        with _meetings_explained():
+        with meetings_explained():
             return _run_replica(step, model, batch, placement, host, even, combine)
 
 
@@ -106,12 +106,14 @@ def local_replica(placement: Placement) -> int:
 def call_function(tf_method: Callable, function: Any, *args, **kwargs) -> Any:
     """Call what `tf.function` returned; in a step, as a part of the step's own graph.
 
+    A function that XLA compiles stays one of its own, see `check_not_compiled`.
+
     In a graph of its own the replicas could not meet, as they do in `optimizer.apply`, and their
     weights would be those of the step in which the function was traced first.
     """
     if is_compiled_by_xla(function):
         before = getattr(_compiled, "traced", False)
-        _compiled.traced = True
+        _compiled.traced = not tf.config.functions_run_eagerly()
         try:
             return tf_method(function, *args, **kwargs)
         finally:
@@ -170,7 +172,7 @@ def _warn_of_sum(shape: str) -> None:
 
 
 @contextlib.contextmanager
-def _meetings_explained() -> Iterator[None]:
+def meetings_explained() -> Iterator[None]:
     """Explain TensorFlow's error of replicas that meet in a graph within the graph of a step."""
     try:
         yield
@@ -178,11 +180,12 @@ def _meetings_explained() -> Iterator[None]:
         if "called while defining a new graph" not in str(error):
             raise
         raise ValueError(
-            "train_step calls optimizer.apply, or something else in which replicas exchange "
-            "tensors, in tf.cond, tf.while_loop or a tf.function with jit_compile=True: expected "
-            "it in the step itself. To update the weights only every few steps, use the "
-            "optimizer's gradient_accumulation_steps, or sync.accumulate of "
-            "tfdist.make_strategy(sync=...). To leave out an update, apply gradients of zeros."
+            "train_step, or the function that strategy.run() calls, has optimizer.apply, or "
+            "something else in which replicas exchange tensors, in tf.cond, tf.while_loop or a "
+            "tf.function with jit_compile=True: expected it in the step itself. To update the "
+            "weights only every few steps, use the optimizer's gradient_accumulation_steps, or "
+            "sync.accumulate of tfdist.make_strategy(sync=...). To leave out an update, apply "
+            "gradients of zeros."
         ) from error
 
 

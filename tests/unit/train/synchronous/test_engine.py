@@ -751,12 +751,14 @@ def test_a_model_is_saved_outside_of_the_scope_that_it_is_saved_in(mirrored, tmp
 
 
 # --- Loops with strategy.run ----------------------------------------------------------------------
-def train_in_loop(strategy, build):
+def train_in_loop(strategy, build, optimizer="adam", inside=lambda update: update()):
     """Return the weights and slots after two steps of a loop, and the number of updates."""
     model = compiled(strategy)
     x, y = data(24)
     with strategy.scope():
-        optimizer = keras.optimizers.Adam(0.1)
+        optimizer = keras.optimizers.get(
+            {"class_name": optimizer, "config": {"learning_rate": 0.1}}
+        )
         if build:
             optimizer.build(model.trainable_variables)
 
@@ -764,7 +766,9 @@ def train_in_loop(strategy, build):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(CROSSENTROPY(y, model(x, training=True))) / 2
         grads = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        inside(
+            lambda: optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        )
 
     step = tf.function(lambda batch: strategy.run(replica, args=batch), autograph=False)
     for batch in strategy.experimental_distribute_dataset(dataset(x, y)):
@@ -773,12 +777,40 @@ def train_in_loop(strategy, build):
     return [c for v in variables for c in copies(strategy, v)]
 
 
-def test_a_loop_builds_its_optimizer_in_the_first_step(mirrored):
-    built = train_in_loop(mirrored, build=True)
-    lazily = train_in_loop(mirrored, build=False)
-    assert len(built) == 2 * (2 + 6)  # of each variable a copy per replica
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        ("mirrored", "adam"),
+        ("mirrored", "nadam"),
+        ("mirrored", "adafactor"),
+        ("central_storage", "nadam"),
+    ],
+)
+def test_a_loop_builds_its_optimizer_in_the_first_step(kind, optimizer):
+    strategy = tfdist.make_strategy(kind, devices="cpu:0,cpu:1")
+    built = train_in_loop(strategy, True, optimizer)
+    lazily = train_in_loop(strategy, False, optimizer)
+    assert len(built) == len(lazily) >= 2 + 6  # weights, and what the optimizer keeps
     for a, b in zip(built, lazily, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_an_update_in_a_branch_of_a_loop_is_refused(mirrored):
+    def branch(update):
+        tf.cond(tf.constant(True), lambda: update() or True, lambda: True)
+
+    with pytest.raises(ValueError, match=r"strategy\.run\(\).*tf\.cond"):
+        train_in_loop(mirrored, build=False, inside=branch)
+
+
+class Offset(keras.layers.Layer):
+    """Make a weight of a value, and not of an initializer."""
+
+    def build(self, shape):
+        self.offset = keras.Variable(0.5)
+
+    def call(self, x):
+        return x + self.offset
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "central_storage"])
@@ -790,7 +822,9 @@ def test_a_loop_builds_layers_and_metrics_in_the_first_step(kind):
     def trained(build):
         keras.utils.set_random_seed(1)
         with strategy.scope():
-            model = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
+            model = keras.Sequential(
+                [keras.layers.Dense(4, "relu"), Offset(), keras.layers.Dense(1)]
+            )
             optimizer = keras.optimizers.Adam(0.1)
             score = keras.metrics.F1Score(threshold=0.5)
             if build:
