@@ -601,13 +601,12 @@ def _hook_creation() -> None:
     keras_init = keras.Variable.__init__
 
     @functools.wraps(keras_init)
-    def init(self, *args, **kwargs):
-        value = args[0] if args else kwargs.get("initializer")
-        if _creates_copies_in_a_function() and not tf.is_symbolic_tensor(value):
+    def init(self, initializer, *args, **kwargs):
+        if _creates_copies_in_a_function() and not tf.is_symbolic_tensor(initializer):
             with tf.init_scope():
-                keras_init(self, *args, **kwargs)
+                keras_init(self, initializer, *args, **kwargs)
         else:
-            keras_init(self, *args, **kwargs)
+            keras_init(self, initializer, *args, **kwargs)
 
     keras.Variable.__init__ = init
 

@@ -21,7 +21,7 @@ from tensorflow.python.distribute import input_lib as _input_lib
 
 
 def hook_device_iterators() -> None:
-    """Make the iterators over each device's batches as the module says."""
+    """Let the iterators over each device's batches end without an autotuner or a free thread."""
     original = _iterators._create_device_dataset
 
     @functools.wraps(original)
@@ -32,9 +32,9 @@ def hook_device_iterators() -> None:
 
     _iterators._create_device_dataset = create
 
-    of_tensorflow = _input_lib._SingleWorkerOwnedDatasetIterator._make_iterator
+    make_iterator = _input_lib._SingleWorkerOwnedDatasetIterator._make_iterator
 
-    @functools.wraps(of_tensorflow)
+    @functools.wraps(make_iterator)
     def make(self):
         if not tf.executing_eagerly() and _is_one_cpu(self._devices):
             # The mode says that there is one iterator for each replica.
@@ -42,15 +42,16 @@ def hook_device_iterators() -> None:
                 experimental_fetch_to_device=False,
                 experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
             )
-        of_tensorflow(self)
+        make_iterator(self)
 
     _input_lib._SingleWorkerOwnedDatasetIterator._make_iterator = make
-    of_all_devices = _input_lib.DistributedIterator.__init__
 
-    @functools.wraps(of_all_devices)
+    distributed_init = _input_lib.DistributedIterator.__init__
+
+    @functools.wraps(distributed_init)
     def init(self, *args, **kwargs):
-        of_all_devices(self, *args, **kwargs)
-        # They tell the kind of its parts where another function takes it.
+        distributed_init(self, *args, **kwargs)
+        # A function that takes the iterator derives the type of its parts from these options.
         self._options = getattr(self._iterators[0], "_options", self._options)
 
     _input_lib.DistributedIterator.__init__ = init

@@ -391,8 +391,7 @@ class Engine(Hooks):
             variables = list(variables)
         if compiled_step.postpone(optimizer, keras_apply, grads, variables):
             return None
-        if device_type(self._strategy) == "CPU":
-            replica_step.check_not_compiled(optimizer, self.placement)
+        replica_step.check_not_compiled(optimizer, self.placement)
         holder = holder_of(optimizer, variables)
         with assigned_weights.noted_in(None), replica_step.meetings_explained():
             if holder is not None:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist.data.batch_rows import count_rows
 from tfdist.keras_compat import (
     combined_weight,
+    device_type,
     engine_of,
     is_compiled_by_xla,
     layer_state,
@@ -40,7 +41,7 @@ from tfdist.train.synchronous.gathered_metrics import is_gathered
 
 log = logging.getLogger("tfdist")
 
-_compiled = threading.local()  # traced: whether XLA compiles the function that is traced
+_traced = threading.local()  # compiled: whether XLA compiles the function that is traced
 
 
 def run_replica(
@@ -106,18 +107,17 @@ def local_replica(placement: Placement) -> int:
 def call_function(tf_method: Callable, function: Any, *args, **kwargs) -> Any:
     """Call what `tf.function` returned; in a step, as a part of the step's own graph.
 
-    A function that XLA compiles stays one of its own, see `check_not_compiled`.
-
     In a graph of its own the replicas could not meet, as they do in `optimizer.apply`, and their
-    weights would be those of the step in which the function was traced first.
+    weights would be those of the step in which the function was traced first. A function that XLA
+    compiles keeps its own graph, see `check_not_compiled`.
     """
     if is_compiled_by_xla(function):
-        before = getattr(_compiled, "traced", False)
-        _compiled.traced = not tf.config.functions_run_eagerly()
+        before = getattr(_traced, "compiled", False)
+        _traced.compiled = not tf.config.functions_run_eagerly()
         try:
             return tf_method(function, *args, **kwargs)
         finally:
-            _compiled.traced = before
+            _traced.compiled = before
     if step_weight() is None:
         return tf_method(function, *args, **kwargs)
     return python_of(function)(*args, **kwargs)
@@ -125,7 +125,12 @@ def call_function(tf_method: Callable, function: Any, *args, **kwargs) -> Any:
 
 def check_not_compiled(optimizer: keras.optimizers.Optimizer, placement: Placement) -> None:
     """Raise ValueError if XLA compiles an update of CPUs that the caller's own loop makes."""
-    if getattr(_compiled, "traced", False) and step_weight() is None and placement.replicas > 1:
+    if (
+        getattr(_traced, "compiled", False)
+        and step_weight() is None
+        and placement.replicas > 1
+        and device_type(tf.distribute.get_strategy()) == "CPU"
+    ):
         raise ValueError(
             f"{optimizer.name}.apply: expected a function without jit_compile=True, in which "
             f"{placement.replicas} replicas can sum their gradients, received one that XLA "
