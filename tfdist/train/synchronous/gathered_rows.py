@@ -48,7 +48,9 @@ def all_gather_rows(x: Any) -> Any:
     comm_dtype = _GATHERED_AS.get(x.dtype, x.dtype)
     # TensorFlow gathers to the device of a tensor, and an argument of a function has none.
     own = tf.identity(tf.cast(x, comm_dtype))
-    return tf.cast(context.all_gather(own, axis=0), x.dtype)
+    rows = tf.cast(context.all_gather(own, axis=0), x.dtype)
+    # In a graph, TensorFlow knows no shape of what it gathers on several devices.
+    return tf.ensure_shape(rows, tf.TensorShape([None]).concatenate(x.shape[1:]))
 
 
 def all_gather_with_mask(x: tf.Tensor) -> tf.Tensor:

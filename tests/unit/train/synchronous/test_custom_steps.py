@@ -614,6 +614,20 @@ def test_rows_of_all_types_are_gathered(mirrored):
             np.testing.assert_array_equal(tf.cast(gathered, tf.int32), [0, 1])
 
 
+def test_gathered_rows_keep_their_static_shape(mirrored):
+    """Metrics of images count their axes, and take the number of channels from the shape."""
+
+    def replica(x):
+        images = tf.reshape(tf.repeat(x, 8), [-1, 2, 2, 2])
+        assert tfdist.all_gather_rows(images).shape.as_list() == [None, 2, 2, 2]
+        unknown = tf.numpy_function(lambda x: x, [images], images.dtype)
+        return tf.shape(tfdist.all_gather_rows(unknown))
+
+    run = tf.function(lambda: mirrored.run(replica, (tf.range(3.0),)))
+    for shape in mirrored.experimental_local_results(run()):
+        assert shape.numpy().tolist() == [6, 2, 2, 2]
+
+
 def test_a_declared_aggregation_counts(one_device, mirrored):
     class Rows(Stateful):
         """Count the rows of the first replica."""
