@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests import processes
@@ -84,6 +85,20 @@ def mirrored():
     import tfdist
 
     return tfdist.make_strategy("mirrored", devices="cpu:0,cpu:1")
+
+
+@pytest.fixture
+def kept():
+    """Return an array `[4, 8, 16]` of 0.3, which TensorFlow reads where it is, and cuts there.
+
+    It is kept in the memory of Python. TensorFlow copies arrays that do not begin at a multiple of
+    64 bytes, and rows of another size.
+    """
+    memory = np.empty(4 * 8 * 16 + 16, "float32")
+    begin = -memory.ctypes.data % 64 // 4
+    array = memory[begin : begin + 4 * 8 * 16].reshape(4, 8, 16)
+    array[:] = 0.3
+    return array
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from tfdist.data.reading import (
 )
 from tfdist.data.service import distribute
 from tfdist.data.sources.source import Source, call, takes
+from tfdist.keras_compat.python_arrays import calls_python, copy_rows
 
 
 class ReplicaRows(NamedTuple):
@@ -378,8 +379,11 @@ class Batches:
         if self.batch_transform is None:
             return data
         if takes(self.batch_transform, "seeds"):
-            return call(self.batch_transform, data, seeds=example_seeds(self.seed, epoch, numbers))
-        return call(self.batch_transform, data)
+            data = call(self.batch_transform, data, seeds=example_seeds(self.seed, epoch, numbers))
+        else:
+            data = call(self.batch_transform, data)
+        python = calls_python(tf.compat.v1.get_default_graph())
+        return copy_rows(data) if python else data
 
     def _add_weights(self, data: Any, real: tf.Tensor, rows: Any) -> Any:
         """Add sample weights to a batch: 0 for rows that are not real examples.

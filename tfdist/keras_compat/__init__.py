@@ -887,7 +887,7 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
 def held_bytes(dataset: tf.data.Dataset) -> int:
     """Return the bytes of the tensors that a data set holds, as one made of arrays does."""
     total = 0
-    for each in _with_inputs(dataset):
+    for each in with_inputs(dataset):
         captured = [x for f in each._functions() for x in f.function.captured_inputs]
         for x in [*getattr(each, "_tensors", ()), *captured]:
             total += (x.shape.num_elements() or 0) * x.dtype.size
@@ -901,7 +901,7 @@ def pass_counters(dataset: tf.data.Dataset) -> list[Any]:
     read through a cache are left out: each pass reads what the first one has read.
     """
     counters = {}
-    for each in _with_inputs(dataset, until=_counts_or_caches):
+    for each in with_inputs(dataset, until=_counts_or_caches):
         if (counter := getattr(each, "epochs", None)) is not None:
             counters[id(counter)] = counter
     return list(counters.values())
@@ -911,7 +911,7 @@ def _counts_or_caches(dataset: tf.data.Dataset) -> bool:
     return hasattr(dataset, "epochs") or "Cache" in type(dataset).__name__
 
 
-def _with_inputs(
+def with_inputs(
     dataset: tf.data.Dataset, until: Callable[[tf.data.Dataset], bool] = lambda _: False
 ) -> Iterator[tf.data.Dataset]:
     """Yield a data set and those it was made from; of those where `until` holds, no inputs."""

@@ -12,9 +12,11 @@ import tensorflow as tf
 from tfdist import keras_compat
 from tfdist.data.autotune import untuned
 from tfdist.keras_compat import scopes
+from tfdist.keras_compat.python_arrays import runs_python
 from tfdist.parallel.placement import Placement
 from tfdist.sync import Policy
 from tfdist.train.synchronous.engine import Engine
+from tfdist.train.synchronous.feed import with_copied_rows
 
 # Scopes that are entered now.
 _entered: list[KeptScope] = []
@@ -111,7 +113,9 @@ class KerasFeedMixin(tf.distribute.Strategy if TYPE_CHECKING else object):  # ty
         """
         if self.tfdist_engine.feeding and by_rows(dataset):
             return self.tfdist_engine.feed(dataset)
-        return super().experimental_distribute_dataset(untuned(dataset), options)
+        return super().experimental_distribute_dataset(
+            untuned(with_copied_rows(dataset) if runs_python(dataset) else dataset), options
+        )
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """See `tf.distribute.Strategy`; the data sets have no autotuner, as in Keras' methods."""

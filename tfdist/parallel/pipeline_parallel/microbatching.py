@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat.parallel import mask_of, with_mask
+from tfdist.keras_compat.python_arrays import copy_rows
 from tfdist.parallel.pipeline_parallel.schedule import Task, execution_order
 from tfdist.parallel.pipeline_parallel.stage_passes import Loss, StageInGroup
 
@@ -106,7 +107,7 @@ def split_evenly(tree: Any, count: int, model: str) -> list[Any]:
                 f"{INDIVISIBLE} = {count} must divide every batch that {model} trains on, "
                 f"received a batch of {rows} examples. {REMEDY}"
             )
-        return tf.split(x, count)
+        return tf.split(copy_rows(x), count)
 
     return _split_leaves(tree, cut, count)
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.data.autotune import untuned
 from tfdist.data.batch_rows import check_equal_rows, count_rows, cut, even_part, plain
 from tfdist.data.order import rows_of_replicas
+from tfdist.keras_compat.python_arrays import copy_rows, runs_python
 from tfdist.parallel.placement import Placement
 from tfdist.train.data_position import DataPosition
 
@@ -155,8 +156,9 @@ class Feed:
             dataset = limited(after(dataset, skipped), most)
             element = _element_of(dataset)
             if placement.replicas > 1:
+                copies = runs_python(dataset)
                 dataset = dataset.map(
-                    plain(lambda *x: _worker_batch(element(x), placement, self.even))
+                    plain(lambda *x: _worker_batch(element(x), placement, self.even, copies))
                 )
             else:
                 dataset = dataset.map(plain(lambda *x: Batch(element(x))))
@@ -218,6 +220,12 @@ def limited(dataset: tf.data.Dataset, most: int | None) -> tf.data.Dataset:
     return dataset if most is None else dataset.take(max(0, most))
 
 
+def with_copied_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a data set that copies the rows of its batches."""
+    element = _element_of(dataset)
+    return dataset.map(plain(lambda *x: copy_rows(element(x))))
+
+
 def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
     """Split this worker's rows of each global batch into one element per replica.
 
@@ -234,9 +242,10 @@ def replica_slices(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Da
     element = _element_of(dataset)
     several = placement.replicas > 1
     even = several and _always_even(dataset.element_spec, placement.replicas)
+    copies = several and runs_python(dataset)
 
     def of_batch(*args):
-        data = element(args)
+        data = copy_rows(element(args)) if copies else element(args)
         if even:
             return replicas.map(lambda r: even_part(data, r, placement.replicas))
         if several:
@@ -369,12 +378,14 @@ def _element_of(dataset: tf.data.Dataset) -> Callable[[tuple], Any]:
     return lambda args: args if whole else args[0]
 
 
-def _worker_batch(data: Any, placement: Placement, even: bool = False) -> Batch:
+def _worker_batch(
+    data: Any, placement: Placement, even: bool = False, copies: bool = False
+) -> Batch:
     rows = count_rows(data)
     if not even:
         check_equal_rows(data, placement.replicas)
     if placement.workers == 1:
-        return Batch(data, rows)
+        return Batch(copy_rows(data) if copies else data, rows)
     if even:
         part = even_part(data, placement.rank, placement.workers)
     else:
@@ -382,7 +393,7 @@ def _worker_batch(data: Any, placement: Placement, even: bool = False) -> Batch:
             rows, placement.first_replica, placement.local_replicas, placement.replicas, tf.minimum
         )
         part = cut(data, begin, end)
-    return Batch(part, rows, _checksum(data, rows))
+    return Batch(copy_rows(part) if copies else part, rows, _checksum(data, rows))
 
 
 def _checksum(data: Any, rows) -> tf.Tensor:

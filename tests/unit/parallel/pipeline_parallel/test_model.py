@@ -526,6 +526,24 @@ def several():
     return keras.Model({"a": a, "b": b}, {"early": early, "late": L.Dense(2, name="late")(x)})
 
 
+def test_arrays_of_python_are_not_overwritten(kept):
+    """TensorFlow writes the results of the first layer over the rows of a micro-batch."""
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return kept[index], kept[index][:, :1]
+
+    inputs = keras.Input((16,))
+    model = keras.Model(inputs, L.Dense(1)(L.Dense(4)(L.Lambda(tf.round)(inputs))))
+    model = pipeline(model, 2, microbatches=2)
+    model.compile("sgd", "mse")
+    model.fit(Batches(), epochs=2, verbose=0)
+    np.testing.assert_array_equal(kept, np.full_like(kept, 0.3))
+
+
 def test_several_inputs_and_outputs_and_all_kinds_of_losses():
     x = {"a": X, "b": X[:, :4]}
     y = {"early": Y[:, :1], "late": Y}

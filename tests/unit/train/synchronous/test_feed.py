@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests.parity.cases import dataset
 from tfdist.data.batch_rows import count_rows
 from tfdist.data.order import rows_of_replicas
+from tfdist.data.pipeline import pipeline
 from tfdist.parallel.placement import Placement
 from tfdist.train.synchronous import gradient_sum
 from tfdist.train.synchronous.feed import Batch, Feed, batch_of, replica_rows, replica_slices
@@ -178,6 +179,122 @@ def test_loops_outside_of_keras_get_the_same_rows():
             for local in range(2)
         ]
         assert slices == from_feed
+
+
+def generator(rows):
+    spec = tf.TensorSpec([None, 16], tf.float32)
+    return tf.data.Dataset.from_generator(lambda: map(rows, range(4)), output_signature=spec)
+
+
+def numpy_function(rows, number):
+    return tf.ensure_shape(tf.numpy_function(rows, [number], tf.float32), [None, 16])
+
+
+def flattened(rows):
+    data = generator(rows)
+    return tf.data.Dataset.range(1).flat_map(lambda _: data)
+
+
+def drawn(rows):
+    iterator = iter(generator(rows))
+    return tf.data.Dataset.range(4).map(lambda _: iterator.get_next())
+
+
+def in_condition(rows):
+    return tf.data.Dataset.range(4).map(
+        lambda number: tf.cond(
+            number < 9, lambda: numpy_function(rows, number), lambda: tf.ones([8, 16])
+        )
+    )
+
+
+def transformed(rows):
+    def transform(numbers):
+        return numpy_function(lambda numbers: rows(numbers[0] // 8), numbers)
+
+    return pipeline(np.arange(32), 8, shuffle=False, batch_transform=transform)
+
+
+def of_variant(rows):
+    variant = tf.data.experimental.to_variant(generator(rows))
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec([None, 16], tf.float32))
+
+
+OF_PYTHON = {  # data sets of four batches, of a function that returns the batch of a number
+    "generator": generator,
+    "generator, then others": lambda rows: generator(rows).map(lambda x: {"x": x}).take(4),
+    "generator in a function": lambda rows: tf.data.Dataset.range(1).flat_map(
+        lambda _: generator(rows)
+    ),
+    "generator that a function uses": flattened,
+    "iterator that a function uses": drawn,
+    "variant": of_variant,
+    "numpy_function": lambda rows: tf.data.Dataset.range(4).map(
+        lambda number: numpy_function(rows, number)
+    ),
+    "numpy_function in a condition": in_condition,
+    "numpy_function in a data pipeline": transformed,
+}
+
+
+@pytest.mark.parametrize("kind", OF_PYTHON)
+@pytest.mark.parametrize("way", ["workers", "devices", "slices", "loop"])
+def test_arrays_that_python_keeps_are_not_overwritten(kind, way, mirrored, kept):
+    """TensorFlow writes results over rows that it cut from an array, but not over the array."""
+    data = OF_PYTHON[kind](lambda number: kept[number])
+
+    def rounded(batch):
+        return tf.reduce_sum([tf.reduce_sum(tf.round(x)) for x in tf.nest.flatten(batch)])
+
+    def rounded_of(batch, placement):
+        return [rounded(replica_rows(batch, local, placement, HOST)) for local in range(2)]
+
+    if way == "loop":
+        batches = iter(mirrored.experimental_distribute_dataset(data))
+        step = tf.function(lambda: mirrored.run(rounded, (next(batches),)))
+    elif way == "slices":
+        batches = iter(replica_slices(data, Placement(workers=2)))
+        step = tf.function(lambda: rounded(next(batches)))
+    elif way == "devices":
+        placement = Placement(workers=1, local_replicas=2)
+        batches = iter(Feed(data, placement, HOST)).iterator
+        step = tf.function(lambda: rounded_of(next(batches), placement))
+    else:
+        batches = iter(Feed(data, Placement(workers=2), HOST)).iterator
+        step = tf.function(lambda: rounded(next(batches).data))
+    for _ in range(4):
+        step()
+    np.testing.assert_array_equal(kept, np.full_like(kept, 0.3))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "uint8", "bool", "complex64"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_of_python_come_as_they_are(dtype, workers):
+    x = (np.arange(ROWS * 2).reshape(ROWS, 2) % 7).astype(tf.as_dtype(dtype).as_numpy_dtype)
+    labels = np.array([f"row {i}" for i in range(ROWS)])
+    spec = tf.TensorSpec([ROWS, 2], dtype), {"y": tf.TensorSpec([ROWS], tf.string)}
+    data = tf.data.Dataset.from_generator(lambda: [(x, {"y": labels})], output_signature=spec)
+    data = data.map(lambda x, y: (x, y, ragged(), sparse(), None))
+    parts = [fed(data, placement)[0].data for placement in placements(workers)]
+    tf.nest.assert_same_structure(parts[0], data.element_spec)
+    expected = rows_of(data.map(lambda *parts: parts[:4]))
+    for received, whole in zip(rows_of([part[:4] for part in parts]), expected, strict=True):
+        np.testing.assert_array_equal(received, whole)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batches_of_python_may_have_parts_without_rows(replicas):
+    """Keras makes an Optional of a weight that is None."""
+    data = tf.data.Dataset.from_generator(
+        lambda: [np.arange(4.0)], output_signature=tf.TensorSpec([4], tf.float32)
+    )
+    nothing = tf.experimental.Optional.empty(tf.TensorSpec([None]))
+    numbers = tf.data.Dataset.range(2)
+    data = data.map(lambda x: (x, nothing, numbers))
+    (batch,) = fed(data, Placement(workers=1, local_replicas=replicas))
+    assert batch.data[0].numpy().tolist() == [0, 1, 2, 3]
+    assert not batch.data[1].has_value()
+    assert list(batch.data[2].as_numpy_iterator()) == [0, 1]
 
 
 def test_batches_are_even_only_if_their_shapes_prove_it():
