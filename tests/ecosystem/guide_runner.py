@@ -1,8 +1,8 @@
-"""Run a script of Keras' own, unchanged, and write the losses and metrics of each epoch to a file.
+"""Run a script, unchanged, and write the losses and metrics of each epoch to a file.
 
 The command is `python -m tests.ecosystem.guide_runner WAY OUT SCRIPT`, in each process of the way.
-What the scripts would download is made up: pictures of ten classes, as many as the originals. They
-are so easy to tell apart that rounding does not decide how a training goes on.
+What Keras' own scripts would download is made up: pictures of ten classes, as many as the
+originals. They are so easy to tell apart that rounding does not decide how a training goes on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Scripts that train, run in several ways: the losses and metrics of each epoch."""
+"""Run scripts that train in several ways, and compare their losses and metrics of each epoch."""
 
 from __future__ import annotations
 
 import pathlib
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tfdist.cluster.spec import ClusterSpec
 TIMEOUT_S = 600
 
 
-def epochs_of_ways(script: pathlib.Path, directory: pathlib.Path) -> Sequence[list[dict]]:
+def epochs_of_ways(script: pathlib.Path, directory: pathlib.Path) -> list[list[dict]]:
     """Run a script by Keras alone, on two devices and on two workers.
 
     Args:
@@ -45,14 +45,14 @@ def epochs_of_ways(script: pathlib.Path, directory: pathlib.Path) -> Sequence[li
 
 
 def check_epochs(
-    epochs: list[dict], expected: list[dict], tolerance: float, but: Collection[int] = ()
+    epochs: list[dict], expected: list[dict], tolerance: float, others: Collection[int] = ()
 ) -> None:
-    """Check that epochs have the logs of Keras, and its numbers, but in some of the epochs."""
+    """Check that epochs have the logs of Keras, and its numbers, except in the epochs `others`."""
     assert [set(logs) for logs in epochs] == [set(logs) for logs in expected]
     for number, (logs, keras_logs) in enumerate(zip(epochs, expected, strict=True)):
         for name, value in logs.items():
             assert np.isfinite(value)
-            if number not in but:
+            if number not in others:
                 np.testing.assert_allclose(
                     value, keras_logs[name], tolerance, tolerance, err_msg=f"{name} of {number}"
                 )

@@ -89,10 +89,10 @@ def mirrored():
 
 @pytest.fixture
 def kept():
-    """Return an array `[4, 8, 16]` of 0.3, which TensorFlow reads where it is, and cuts there.
+    """Return an array `[4, 8, 16]` of 0.3, which TensorFlow reads and slices without a copy.
 
-    It is kept in the memory of Python. TensorFlow copies arrays that do not begin at a multiple of
-    64 bytes, and rows of another size.
+    TensorFlow copies arrays that do not begin at a multiple of 64 bytes, and slices whose rows are
+    not such a multiple.
     """
     memory = np.empty(4 * 8 * 16 + 16, "float32")
     begin = -memory.ctypes.data % 64 // 4

@@ -1,10 +1,9 @@
 """Arrays of Python in a dataset, over whose rows TensorFlow would write.
 
-TensorFlow reads an array that a generator, a `PyDataset` or `tf.numpy_function` gives where it is
-in memory. It never writes over it, but it does over rows that were cut from it, because their
-buffer does not tell that Python owns the memory: an operation whose result has the same shape, such
-as a rescaling, leaves it there, and the next pass trains on these numbers. So rows are copied that
-are cut from batches of Python.
+TensorFlow does not copy an array that a generator, a `PyDataset` or `tf.numpy_function` returns,
+and never writes over it. But it writes over rows sliced from the array, because their buffer does
+not tell that Python owns the memory: an elementwise operation, such as a rescaling, puts its result
+there, and the next pass trains on these numbers. Slices of such batches are therefore copied.
 """
 
 from __future__ import annotations

@@ -615,7 +615,7 @@ def test_rows_of_all_types_are_gathered(mirrored):
 
 
 def test_gathered_rows_keep_their_static_shape(mirrored):
-    """Metrics of images count their axes, and take the number of channels from the shape."""
+    """Metrics of images read the rank of their inputs, and the number of channels."""
 
     def replica(x):
         images = tf.reshape(tf.repeat(x, 8), [-1, 2, 2, 2])
